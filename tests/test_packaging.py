@@ -1,0 +1,38 @@
+"""A wheel built from the repository, installed somewhere else, is complete: modules, the bundled model, the command, the licence."""
+import sys
+import zipfile
+
+import pytest
+from conftest import ROOT, run
+
+
+@pytest.fixture(scope='module')
+def wheel(repo):
+    run(sys.executable, '-m', 'pip', 'wheel', '.', '--no-deps', '--no-build-isolation', '--wheel-dir', 'dist', cwd=repo, PYTHONPATH='')
+    return next((repo/'dist').glob('*.whl'))
+
+@pytest.fixture(scope='module')
+def installed(wheel, tmp_path_factory):
+    target = tmp_path_factory.mktemp('target')
+    run(sys.executable, '-m', 'pip', 'install', '--no-deps', '--no-index', '--target', target, wheel, cwd=target, PYTHONPATH='')
+    return target
+
+def names(folder, pattern): return sorted(p.relative_to(folder).as_posix() for p in folder.rglob(pattern) if p.is_file())
+
+def test_wheel_holds_the_package_and_nothing_else(wheel):
+    files = zipfile.ZipFile(wheel).namelist()
+    assert {f.split('/')[0] for f in files if '.dist-info/' not in f} == {'g2c_rl'}
+    assert any(f.endswith('LICENSE') for f in files)
+
+def test_wheel_holds_the_assets(installed):
+    assert names(installed/'g2c_rl'/'assets', '*') == names(ROOT/'g2c_rl'/'assets', '*')
+    for f in names(ROOT/'g2c_rl'/'assets', '*'):
+        assert (installed/'g2c_rl'/'assets'/f).read_bytes() == (ROOT/'g2c_rl'/'assets'/f).read_bytes()
+
+def test_every_module_imports_from_the_wheel(installed):
+    modules = [f[:-3].replace('/', '.') for f in names(installed, 'g2c_rl/**/*.py') if '__init__' not in f]
+    code = f'import sys; sys.path.insert(0, {str(installed)!r}); import g2c_rl, importlib\n' \
+           f'assert g2c_rl.__file__.startswith({str(installed)!r}), g2c_rl.__file__\nfor m in {modules}: importlib.import_module(m)'
+    run(sys.executable, '-I', '-c', code, cwd=installed)
+
+def test_the_command_answers(installed): assert 'train' in run(installed/'bin'/'g2c-rl', '--help', cwd=installed)
