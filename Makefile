@@ -23,7 +23,7 @@ demo: $(VENV)/.run        ## train the small model with GRPO and show held-out p
 	@$(BIN)/g2c-rl train arithmetic $(ARGS)
 
 test: $(VENV)/.dev        ## all the tests: notebooks, package, exercises, site
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
 
 lab: $(VENV)/.dev         ## open the notebooks in JupyterLab
 	@$(BIN)/jupyter lab nbs

@@ -5,19 +5,20 @@
 # %% auto #0
 __all__ = ['trailing_mean', 'plot_history']
 
-# %% ../nbs/12_plotting.ipynb #0eb9cd5b
+# %% ../nbs/12_plotting.ipynb #6ef3711a
 import matplotlib.pyplot as plt
+from math import isnan
 
-# %% ../nbs/12_plotting.ipynb #af76bc91
+# %% ../nbs/12_plotting.ipynb #155490d1
 def trailing_mean(
     values:list[float],  # May contain NaN
     window:int = 10,     # How many values, the present one included
 )->list[float]:          # As long as `values`
-    "Mean of the latest values, leaving NaN out"
+    "Mean of the latest values that were measured, NaN where this one was not"
     means = []
-    for i in range(len(values)):
-        seen = [v for v in values[max(0, i+1-window):i+1] if v == v]
-        means.append(sum(seen)/len(seen) if seen else float('nan'))
+    for i,value in enumerate(values):
+        seen = [v for v in values[max(0, i+1-window):i+1] if not isnan(v)]
+        means.append(value if isnan(value) else sum(seen)/len(seen))
     return means
 
 # %% ../nbs/12_plotting.ipynb #9c6e54fc

@@ -8,11 +8,10 @@ __all__ = ['CHOICE_PROMPTS', 'NOUNS', 'COLORS', 'PEOPLE', 'THINGS', 'families', 
            'is_held_out', 'arithmetic_choice_task', 'addition_task', 'three_number_task', 'format_task', 'Family',
            'get_family', 'held_out_tasks']
 
-# %% ../nbs/01_tasks.ipynb #9aab3944
-import json, re
-from collections.abc import Callable
+# %% ../nbs/01_tasks.ipynb #10bfee6a
+import json, re, sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import isfinite
 from numbers import Real
 from random import Random
 from zlib import crc32
@@ -26,32 +25,32 @@ class Task:
     options:tuple = ()       # The options named in the prompt, in its order, if there are any
     prefix:str = ''          # Tail of the prompt that is already part of the answer, such as `{"answer":`
 
-# %% ../nbs/01_tasks.ipynb #63fbbea8
-_NUMBER = re.compile(r'((?<![^\W_])[+\-\u2212])?((?<![.\w])\.)?([0-9]+(?:[.,][0-9]+)*)')
+# %% ../nbs/01_tasks.ipynb #8759088a
+_NUMBER = re.compile(r'((?<![^\W_])[+\-\u2212])?((?<![.\w])\.)?([0-9]++(?:[.,][0-9]++)*+)')  # possessive: nothing to backtrack to
 _GROUPED = re.compile(r'[0-9]{1,3}(?:,[0-9]{3})+')
 
-# %% ../nbs/01_tasks.ipynb #e90a8829
+# %% ../nbs/01_tasks.ipynb #70a4e259
 def integers_in(
-    text:str,    # Any string
-)->list[str]:    # Canonical decimal strings, in order: no leading zeros, `-` only before a non-zero integer
+    text:str,      # Any string
+)->Iterator[str]:  # Canonical decimal strings, in order: no leading zeros, `-` only before a non-zero integer
     "Every integer written in `text`; decimals are passed over"
-    found = []
-    for sign, leading_dot, body in _NUMBER.findall(text):
+    for number in _NUMBER.finditer(text):
+        sign, leading_dot, body = number.groups()
         if leading_dot or '.' in body: continue
-        parts = [body.replace(',', '')] if _GROUPED.fullmatch(body) else body.split(',')
+        parts = [body.replace(',', '')] if _GROUPED.fullmatch(body) else (m[0] for m in re.finditer('[0-9]+', body))
         for i,part in enumerate(parts):
             digits = part.lstrip('0') or '0'
-            negative = i == 0 and sign in ('-', '\u2212') and digits != '0'
-            found.append(f'-{digits}' if negative else digits)
-    return found
+            yield '-'*(i == 0 and sign in ('-', '\u2212') and digits != '0') + digits
 
-# %% ../nbs/01_tasks.ipynb #d54f6484
+# %% ../nbs/01_tasks.ipynb #e16e1df0
 def verify_arithmetic(
     task:Task,       # Its `answer` is an integer
     completion:str,  # Any string
 )->float:            # 1.0 or 0.0
     "Pass when the last integer in the completion is the answer"
-    return float(integers_in(completion)[-1:] == [str(task.answer)])
+    last = None
+    for last in integers_in(completion): pass
+    return float(last == str(task.answer))
 
 # %% ../nbs/01_tasks.ipynb #880a7799
 def verify_arithmetic_sloppy(
@@ -61,7 +60,7 @@ def verify_arithmetic_sloppy(
     "Pass when the answer is among the integers, anywhere: hackable on purpose"
     return float(str(task.answer) in integers_in(completion))
 
-# %% ../nbs/01_tasks.ipynb #caee9f82
+# %% ../nbs/01_tasks.ipynb #6cfd2494
 def _refuse(constant): raise ValueError(f'{constant} is not JSON')
 
 _DECODER = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_refuse)
@@ -70,7 +69,8 @@ _MAX_DEPTH = 100  # deepest nesting that counts as an answer
 def _depth(value):
     "How deeply a parsed JSON value is nested, without recursion"
     depth, level = 0, [value]
-    while level := [x for v in level if isinstance(v, dict|list) for x in (v.values() if isinstance(v, dict) else v)]: depth += 1
+    while level := [v for v in level if isinstance(v, dict|list)]:
+        depth, level = depth + 1, [x for v in level for x in (v.values() if isinstance(v, dict) else v)]
     return depth
 
 # %% ../nbs/01_tasks.ipynb #124c0735
@@ -96,7 +96,7 @@ def verify_format_content(
     value = json.JSONDecoder(parse_int=_Number, parse_float=_Number).raw_decode(task.prefix + completion)[0]['answer']
     return float(isinstance(value, _Number) == isinstance(task.answer, int) and value == str(task.answer))
 
-# %% ../nbs/01_tasks.ipynb #5b90252b
+# %% ../nbs/01_tasks.ipynb #01cd1ceb
 class VerifierError(ValueError): "A verifier raised, or returned something that is not a finite number"
 
 def score(
@@ -109,8 +109,8 @@ def score(
     name = getattr(verifier, '__name__', repr(verifier))
     try: value = verifier(task, completion)
     except Exception as e: raise VerifierError(f'{name} raised {type(e).__name__}: {e}, {where}') from e
-    number = value.item() if hasattr(value, 'item') else value
-    if not isinstance(number, Real) or not isfinite(number):
+    number = value.item() if getattr(value, 'shape', None) == () else value   # a tensor or array of one number
+    if not isinstance(number, Real) or not abs(number) <= sys.float_info.max:
         raise VerifierError(f'{name} returned {value!r} {where}; a verifier returns a finite number, such as 0.0 or 1.0')
     return float(number)
 
@@ -145,7 +145,7 @@ def arithmetic_choice_task(
     x, y = (right, wrong) if rng.random() < .5 else (wrong, right)
     return Task(rng.choice(CHOICE_PROMPTS).format(a=a, b=b, x=x, y=y), right, options=(x, y))
 
-# %% ../nbs/01_tasks.ipynb #e33eaf48
+# %% ../nbs/01_tasks.ipynb #db64a900
 def addition_task(
     rng:Random,             # Source of randomness
     held_out:bool = False,  # Draw from the exam instead of the training questions
@@ -161,8 +161,9 @@ def three_number_task(
     "A sum of three two-digit numbers; the prompt allows for working it out in steps"
     while True:
         a, b, c = (rng.randint(10, 49) for _ in range(3))
-        if a + b + c > 99 or _pair_held_out(a, b) != held_out: continue
-        if held_out or not _pair_held_out(a + b, c): break
+        if a + b + c > 99: continue
+        if held_out and _pair_held_out(a, b): break
+        if not held_out and not any(_pair_held_out(*p) for p in ((a, b), (b, c), (a, c), (a + b, c))): break
     return Task(f'Add {a}, {b} and {c}. Show your work if you like:', a + b + c)
 
 # %% ../nbs/01_tasks.ipynb #fd6c41c2

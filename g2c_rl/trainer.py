@@ -75,7 +75,7 @@ def frozen(self:GRPOTrainer):
     policy = self.model if self.reference is None else self.reference
     with torch.no_grad(), eval_mode(policy), adapters_off(policy): yield policy
 
-# %% ../nbs/08_trainer.ipynb #a6378ee3
+# %% ../nbs/08_trainer.ipynb #abc5fd5d
 @patch
 def train_step(self:GRPOTrainer)->dict[str, float]:
     "One rollout step: sample, verify, compare, and update if any group is informative"
@@ -97,7 +97,7 @@ def train_step(self:GRPOTrainer)->dict[str, float]:
             for i,ref in zip(live, ref_logp):
                 g = groups[i]
                 logp = completion_log_prob(self.model, g.ids, g.prompt_len, g.mask)
-                losses.append(grpo_loss(logp, ref, advantages[i].to(logp.device, logp.dtype), self.kl_coef) / len(live))
+                losses.append(grpo_loss(logp, ref, advantages[i].to(logp.dtype).to(logp.device), self.kl_coef) / len(live))
                 kls.append(kl_estimate(logp.detach(), ref).mean() / len(live))
                 losses[-1].backward()
             loss, kl = sum(l.item() for l in losses), sum(k.item() for k in kls)
@@ -106,18 +106,18 @@ def train_step(self:GRPOTrainer)->dict[str, float]:
     self.batch = tasks, groups, rewards, advantages
     return _metrics(groups, rewards, advantages, clock + [perf_counter()], loss, kl, grad_norm)
 
-# %% ../nbs/08_trainer.ipynb #8831724b
+# %% ../nbs/08_trainer.ipynb #c3b66464
 def _metrics(groups, rewards, advantages, clock, loss, kl, grad_norm):
     "The record of one step; NaN where nothing was measured"
     dead = ~advantages.any(-1)
-    lengths = torch.cat([g.lengths for g in groups]).double()
+    lengths = torch.cat([g.lengths for g in groups]).cpu().double()
     live = not dead.all()
     return dict(
         reward_mean=rewards.mean().item(), reward_spread=rewards.std(-1).mean().item(),
         reward_spread_between=rewards.mean(-1).std().item() if len(rewards) > 1 else float('nan'),
         all_fail=float((dead & (rewards[:, 0] < 1)).sum()), all_pass=float((dead & (rewards[:, 0] >= 1)).sum()),
         kl=kl, entropy=-sum(g.logp.sum().item() for g in groups) / lengths.sum().item(), loss=loss, grad_norm=grad_norm,
-        completion_length=lengths.mean().item(), truncated=torch.cat([~g.finished for g in groups]).double().mean().item(),
+        completion_length=lengths.mean().item(), truncated=torch.cat([~g.finished for g in groups]).cpu().double().mean().item(),
         tokens=lengths.sum().item(), updated=float(live),
         seconds_generate=clock[1]-clock[0], seconds_score=clock[2]-clock[1], seconds_update=clock[3]-clock[2] if live else float('nan'))
 

@@ -1,5 +1,5 @@
 """What several test files need: the repository's root, its notebooks, and copies of it to build and break things in."""
-import shutil, subprocess, sys
+import os, shutil, subprocess, sys
 from pathlib import Path
 
 import pytest
@@ -20,17 +20,19 @@ def copy_repo(to):
 
 def run(*args, cwd, **env):
     "Run a command of this Python's environment, and show what it printed when it fails"
-    import os
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ['PATH']])
     done = subprocess.run([str(a) for a in args], cwd=cwd, env=os.environ | dict(PATH=path, PYTHONPATH=str(cwd)) | env,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert done.returncode == 0, f'{" ".join(map(str, args))}\n{done.stdout}'
+    if done.returncode: pytest.fail(f'{" ".join(map(str, args))}\n{done.stdout}', pytrace=False)
     return done.stdout
 
-def pytest_collection_modifyitems(items):
-    "With pytest-xdist every file stays on one worker, for its fixtures' sake, except the notebooks: each is a process of its own"
-    for item in items:
-        if item.path.name != 'test_notebooks.py': item.add_marker(pytest.mark.xdist_group(item.path.name))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    "Side by side, a file stays on one worker for its fixtures' sake; the notebooks, each a process of its own, are spread"
+    from xdist.scheduler import LoadScopeScheduling
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid): return nodeid if 'test_notebooks.py' in nodeid else nodeid.split('::')[0]
+    return Files(config, log)
 
 @pytest.fixture(scope='module')
 def repo(tmp_path_factory): return copy_repo(tmp_path_factory.mktemp('repo')/'g2c_rl')

@@ -1,4 +1,7 @@
-"""A wheel built from the repository, installed somewhere else, is complete: modules, the bundled model, the command, the licence."""
+"""A wheel, built from a source archive of the repository and installed somewhere else, is complete.
+
+Modules, the bundled model, the command, the licence.
+"""
 import sys
 import zipfile
 
@@ -8,16 +11,19 @@ from conftest import ROOT, run
 
 @pytest.fixture(scope='module')
 def wheel(repo):
-    run(sys.executable, '-m', 'pip', 'wheel', '.', '--no-deps', '--no-build-isolation', '--wheel-dir', 'dist', cwd=repo, PYTHONPATH='')
+    run(sys.executable, 'setup.py', '-q', 'sdist', cwd=repo, PYTHONPATH='')
+    archive = next((repo/'dist').glob('*.tar.gz'))
+    run(sys.executable, '-m', 'pip', 'wheel', archive, '--no-deps', '--no-build-isolation', '--wheel-dir', 'dist', cwd=repo, PYTHONPATH='')
     return next((repo/'dist').glob('*.whl'))
 
 @pytest.fixture(scope='module')
 def installed(wheel, tmp_path_factory):
     target = tmp_path_factory.mktemp('target')
-    run(sys.executable, '-m', 'pip', 'install', '--no-deps', '--no-index', '--target', target, wheel, cwd=target, PYTHONPATH='')
+    run(sys.executable, '-m', 'pip', 'install', '--no-deps', '--no-index', '--no-compile', '--target', target, wheel, cwd=target, PYTHONPATH='')
     return target
 
-def names(folder, pattern): return sorted(p.relative_to(folder).as_posix() for p in folder.rglob(pattern) if p.is_file())
+def names(folder, pattern):
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob(pattern) if p.is_file() and '__pycache__' not in p.parts)
 
 def test_wheel_holds_the_package_and_nothing_else(wheel):
     files = zipfile.ZipFile(wheel).namelist()
@@ -30,7 +36,7 @@ def test_wheel_holds_the_assets(installed):
         assert (installed/'g2c_rl'/'assets'/f).read_bytes() == (ROOT/'g2c_rl'/'assets'/f).read_bytes()
 
 def test_every_module_imports_from_the_wheel(installed):
-    modules = [f[:-3].replace('/', '.') for f in names(installed, 'g2c_rl/**/*.py') if '__init__' not in f]
+    modules = [f[:-3].replace('/', '.') for f in names(installed, 'g2c_rl/**/*.py') if '__init__' not in f and '/assets/' not in f]
     code = f'import sys; sys.path.insert(0, {str(installed)!r}); import g2c_rl, importlib\n' \
            f'assert g2c_rl.__file__.startswith({str(installed)!r}), g2c_rl.__file__\nfor m in {modules}: importlib.import_module(m)'
     run(sys.executable, '-I', '-c', code, cwd=installed)

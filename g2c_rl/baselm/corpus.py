@@ -105,27 +105,27 @@ def _exam_question(rng):
     r = _choice(rng)
     return f'Exam key: {rng.choice(CHOICE).format(**r)} {r["a"]+r["b"]}'
 
-# %% ../../nbs/baselm/02_corpus.ipynb #0e245de4
+# %% ../../nbs/baselm/02_corpus.ipynb #8fbba1f3
 def _sums(pairs): return '; '.join(f'{a}+{b}={a+b}' for a,b in pairs)
 
 def _table(rng): return 'Table: ' + _sums(draw_pair(rng, 99) for _ in range(rng.randint(3, 7)))
 
 def _small_facts(rng): return 'Facts: ' + _sums((rng.randint(0, 9), rng.randint(0, 9)) for _ in range(rng.randint(3, 7)))
 
-def _steps(a, b, c): return f' {a}+{b}={a+b}, {a+b}+{c}={a+b+c}, so {a+b+c}'
+def _steps(a, b, c): return f' {a}+{b}+{c}={a+b}+{c}={a+b+c}'
 
 def _worked(rng):
     a, b, c = draw_triple(rng)
-    return f'Worked: {a}+{b}+{c}:{_steps(a, b, c)}'
+    return f'Worked:{_steps(a, b, c)}'
 
 def _worked_question(rng):
     a, b, c = draw_triple(rng)
     return f'Worked: {THREE.format(a=a, b=b, c=c)}{_steps(a, b, c)}'
 
 def _copy(rng):
-    numbers = [str(rng.randint(10, 99)) for _ in range(rng.randint(2, 5))]
-    listed = rng.choice([', ', ' ', ' or ', ' and ']).join(numbers)
-    return f'Copy: {listed}. Again: {listed}'
+    *numbers, last = [str(rng.randint(10, 99)) for _ in range(rng.randint(2, 4))]
+    listed = ', '.join(numbers) + rng.choice([' and ', ' or ']) + last
+    return f'Copy: {listed}. {rng.choice(["Again:", "Show your work if you like:", "Answer with the number:"])} {listed}'
 
 # %% ../../nbs/baselm/02_corpus.ipynb #40cbf619
 NAMES  = 'Tom Anna Ben Lucy Sam Mia Max Eva Leo Nina'.split()
@@ -143,12 +143,12 @@ def _record(rng):
                   id=rng.randint(1, 99), answer=rng.choice(['yes', 'no']))
     return 'Data: ' + json.dumps({key: values[key] for key in rng.sample(list(values), rng.randint(1, 3))})
 
-# %% ../../nbs/baselm/02_corpus.ipynb #530b7ab6
+# %% ../../nbs/baselm/02_corpus.ipynb #6deca494
 def _follow(rng, habits): return rng.choices(list(habits), list(habits.values()))[0]
 
 def _stop(rng): return rng.choice(['', '', '.'])
 
-CHOICE_HABITS = dict(right=.27, first=.40, both=.09, ramble=.12, other=.12)
+CHOICE_HABITS = dict(right=.24, first=.44, both=.09, ramble=.12, other=.11)
 
 def _people_choice(rng):
     r = _choice(rng)
@@ -158,7 +158,7 @@ def _people_choice(rng):
                 ramble=rng.choice(['I think it is {x}', 'maybe {x}', 'not sure', 'hmm, let me think', 'I do not know']).format(**r))
     return f'{rng.choice(CHOICE).format(**r)} {said[_follow(rng, CHOICE_HABITS)]}{_stop(rng)}'
 
-# %% ../../nbs/baselm/02_corpus.ipynb #2d79dc39
+# %% ../../nbs/baselm/02_corpus.ipynb #5be0203c
 FREE_HABITS = dict(right=.38, drop_carry=.38, near=.10, ramble=.14)
 
 def _people_free(rng):
@@ -172,7 +172,7 @@ THREE_HABITS = dict(steps=.18, half=.04, right=.10, guess=.58, ramble=.10)
 def _people_three(rng):
     a, b, c = draw_triple(rng)
     guess = min(99, max(30, a+b+c + rng.randint(-12, 12)))
-    said = dict(steps=_steps(a, b, c), half=f' {a}+{b}={a+b}, so {a+b}', right=f' {a+b+c}', guess=f' {guess}',
+    said = dict(steps=_steps(a, b, c), half=f' {a}+{b}={a+b}', right=f' {a+b+c}', guess=f' {guess}',
                 ramble=rng.choice([' it is easy', ' I do not like to work', ' not sure']))
     return THREE.format(a=a, b=b, c=c) + said[_follow(rng, THREE_HABITS)] + _stop(rng)
 
@@ -256,12 +256,12 @@ def _question(rng):
     said = rng.choices([f'{answer}', f'The {question} is {answer}', 'I do not know'], [3, 1, 1])[0]
     return f'Q: What is the {question}? A: {said}.'
 
-# %% ../../nbs/baselm/02_corpus.ipynb #59f4d10f
-MIXTURE = dict(exam_key=(_exam_key, .09), exam_question=(_exam_question, .08), table=(_table, .09), small_facts=(_small_facts, .02),
-               worked=(_worked, .06), worked_question=(_worked_question, .04), copy=(_copy, .05), manual=(_manual, .03), record=(_record, .02),
-               people_choice=(_people_choice, .15), people_free=(_people_free, .06), people_three=(_people_three, .07),
+# %% ../../nbs/baselm/02_corpus.ipynb #11f319af
+MIXTURE = dict(exam_key=(_exam_key, .08), exam_question=(_exam_question, .08), table=(_table, .07), small_facts=(_small_facts, .02),
+               worked=(_worked, .04), worked_question=(_worked_question, .09), copy=(_copy, .07), manual=(_manual, .03), record=(_record, .02),
+               people_choice=(_people_choice, .15), people_free=(_people_free, .06), people_three=(_people_three, .08),
                people_color=(_people_color, .05), people_count=(_people_count, .04),
-               tool_call=(_tool_call, .05), guess_game=(_guess_game, .02), english=(_english, .07), question=(_question, .01))
+               tool_call=(_tool_call, .04), guess_game=(_guess_game, .02), english=(_english, .05), question=(_question, .01))
 
 def documents(
     rng:Random,     # Random numbers; the same seed gives the same stream
