@@ -32,7 +32,7 @@ notebooks: $(VENV)/.dev   ## run the notebooks and save their outputs (ARGS=nbs/
 	@$(BIN)/python tools/run_nbs.py $(ARGS)
 
 export: $(VENV)/.dev      ## write the package and README.md from the notebooks, and clean the notebooks
-	@$(BIN)/nbdev_clean && $(BIN)/nbdev_export && $(BIN)/python tools/readme.py
+	@$(BIN)/nbdev_clean && $(BIN)/nbdev_export && $(BIN)/python tools/readme.py && $(BIN)/python tools/exercise.py
 
 docs: $(VENV)/.dev        ## build the site in _docs
 	@$(BIN)/python tools/build_site.py

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from .trainer import GRPOTrainer
 
-# %% ../nbs/09_checkpoints.ipynb #0f7761bd
+# %% ../nbs/09_checkpoints.ipynb #8e2e44f5
 _FORMAT = 1  # raised when a checkpoint of this code could not be read by the code before
 
 def _named(trainer): return {name: p for name,p in trainer.model.named_parameters() if p.requires_grad}
@@ -25,9 +25,10 @@ def _state(trainer):
     tensors |= {f'history.{name}': torch.tensor(values, dtype=torch.float64) for name,values in trainer.history.items()}
     tensors['generator'] = trainer.generator.get_state()
     version, numbers, gauss = trainer.rng.getstate()
-    return tensors, dict(format=_FORMAT, rng=[version, list(numbers), gauss], groups=[{k: v for k,v in g.items() if k != 'params'} for g in optimizer['param_groups']])
+    groups = [{k: v for k,v in g.items() if k != 'params'} for g in optimizer['param_groups']]
+    return tensors, dict(format=_FORMAT, rng=[version, list(numbers), gauss], groups=groups)
 
-# %% ../nbs/09_checkpoints.ipynb #74705eb0
+# %% ../nbs/09_checkpoints.ipynb #6a2e9fa2
 def save_checkpoint(
     trainer:GRPOTrainer,  # Between two steps
     path,                 # File to write; an older one of that name is replaced at the last moment
@@ -38,7 +39,8 @@ def save_checkpoint(
     beside = path.with_name(path.name + '.tmp')
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        save_file({name: t.contiguous() for name,t in tensors.items()}, beside, metadata=dict(about=json.dumps(about | dict(extra=extra or {}))))
+        metadata = dict(about=json.dumps(about | dict(extra=extra or {})))
+        save_file({name: t.contiguous() for name,t in tensors.items()}, beside, metadata=metadata)
         with open(beside, 'rb+') as f: os.fsync(f.fileno())
         os.replace(beside, path)
     except SafetensorError as e: raise OSError(f'the checkpoint {path} could not be written: {e}') from e
@@ -47,7 +49,7 @@ def save_checkpoint(
     try: os.fsync(folder)
     finally: os.close(folder)
 
-# %% ../nbs/09_checkpoints.ipynb #6be0a185
+# %% ../nbs/09_checkpoints.ipynb #6de21c75
 class CheckpointError(ValueError): "A checkpoint that can't be used, and why"
 
 def load_checkpoint(
@@ -59,23 +61,25 @@ def load_checkpoint(
         with safe_open(path, 'pt') as f:
             about = json.loads((f.metadata() or {})['about'])
             tensors = {name: f.get_tensor(name) for name in f.keys()}
+        if about['format'] != _FORMAT:
+            raise CheckpointError(f'{path} has format {about["format"]}, not {_FORMAT}; use the version of the package that wrote it')
+        (version, numbers, gauss), saved_groups, generator, extra = about['rng'], about['groups'], tensors['generator'], about['extra']
     except FileNotFoundError: raise FileNotFoundError(f'there is no checkpoint {path}') from None
-    except (SafetensorError, KeyError, ValueError) as e:
+    except CheckpointError: raise
+    except (SafetensorError, KeyError, ValueError, TypeError) as e:
         raise CheckpointError(f'{path} is not a whole checkpoint of this package: {type(e).__name__}: {e}') from e
-    if about.get('format') != _FORMAT:
-        raise CheckpointError(f'{path} has format {about.get("format")}, this version reads format {_FORMAT}; use the version that wrote it')
     part = lambda prefix: {name.removeprefix(prefix): t for name,t in tensors.items() if name.startswith(prefix)}
     saved, ours = part('parameter.'), _named(trainer)
     if {n: t.shape for n,t in saved.items()} != {n: p.shape for n,p in ours.items()}:
         raise CheckpointError(f'{path} holds other adapters ({len(saved)}) than this trainer has ({len(ours)}), or of another rank')
     memory = part('optimizer.')
-    state = {i: {key.removeprefix(f'{name}.'): t for key,t in memory.items() if key.rpartition('.')[0] == name} for i,name in enumerate(ours)}
-    groups = [g | dict(params=list(range(len(ours)))) for g in about['groups']]
+    state = {i: {key.removeprefix(f'{name}.'): t for key,t in memory.items() if key.rpartition('.')[0] == name}
+             for i,name in enumerate(ours)}
+    groups = [g | dict(params=list(range(len(ours)))) for g in saved_groups]
     with torch.no_grad():
         for name,p in ours.items(): p.copy_(saved[name])
     trainer.optimizer.load_state_dict(dict(state={i: m for i,m in state.items() if m}, param_groups=groups))
-    trainer.generator.set_state(tensors['generator'])
-    version, numbers, gauss = about['rng']
+    trainer.generator.set_state(generator)
     trainer.rng.setstate((version, tuple(numbers), gauss))
     trainer.history = {name: t.tolist() for name,t in part('history.').items()}
-    return about['extra']
+    return extra

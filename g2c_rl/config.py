@@ -9,7 +9,7 @@ __all__ = ['RunConfig']
 from dataclasses import dataclass
 from .tasks import get_family
 
-# %% ../nbs/10_config.ipynb #c3e6049b
+# %% ../nbs/10_config.ipynb #6dee950e
 @dataclass(frozen=True)
 class RunConfig:
     "What is trained, on what, and how; two runs with equal settings on one machine are equal"
@@ -24,6 +24,7 @@ class RunConfig:
     seed:int = 0              # seed of adapters, tasks and samples
     device:str = 'auto'       # auto, cpu, cuda or mps
     exam_size:int = 200       # held-out questions asked before and after
+    skip_nonfinite:bool = False  # leave out and count updates whose gradient is not finite, instead of stopping
 
     def __post_init__(self):
         get_family(self.task)

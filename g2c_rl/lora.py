@@ -83,7 +83,7 @@ def adapters_off(
     finally:
         for m,enabled in before: m.enabled = enabled
 
-# %% ../nbs/06_lora.ipynb #a6db4317
+# %% ../nbs/06_lora.ipynb #538dca00
 def save_adapter(
     model:nn.Module,       # A model with adapters
     folder,                # Made if missing
@@ -98,8 +98,11 @@ def save_adapter(
     weights = {f'base_model.model.{name}.{part}.weight': getattr(m, part).detach().cpu().contiguous()
                for name,m in found.items() for part in ('lora_A', 'lora_B')}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights, folder/'adapter_model.safetensors')
+    beside = folder/'adapter_model.safetensors.tmp'           # an older adapter is replaced whole or not at all
+    try: save_file(weights, beside)
+    except SafetensorError as e: raise OSError(f'the adapter could not be written to {folder}: {e}') from e
     (folder/'adapter_config.json').write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')
+    beside.replace(folder/'adapter_model.safetensors')
 
 def load_adapter(
     model:nn.Module,  # The base that the adapter was trained on, without adapters

@@ -96,7 +96,7 @@ def verify_format_content(
     value = json.JSONDecoder(parse_int=_Number, parse_float=_Number).raw_decode(task.prefix + completion)[0]['answer']
     return float(isinstance(value, _Number) == isinstance(task.answer, int) and value == str(task.answer))
 
-# %% ../nbs/01_tasks.ipynb #01cd1ceb
+# %% ../nbs/01_tasks.ipynb #580f5661
 class VerifierError(ValueError): "A verifier raised, or returned something that is not a finite number"
 
 def score(
@@ -108,7 +108,7 @@ def score(
     where = f'for the prompt {task.prompt!r} and the completion {completion!r}'
     name = getattr(verifier, '__name__', repr(verifier))
     try: value = verifier(task, completion)
-    except Exception as e: raise VerifierError(f'{name} raised {type(e).__name__}: {e}, {where}') from e
+    except (Exception, SystemExit) as e: raise VerifierError(f'{name} raised {type(e).__name__}: {e}, {where}') from e
     number = value.item() if getattr(value, 'shape', None) == () else value   # a tensor or array of one number
     if not isinstance(number, Real) or not abs(number) <= sys.float_info.max:
         raise VerifierError(f'{name} returned {value!r} {where}; a verifier returns a finite number, such as 0.0 or 1.0')

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CHOICE', 'FREE', 'THREE', 'COLOR', 'COUNT', 'NOUNS', 'COLORS', 'PEOPLE', 'THINGS', 'NAMES', 'CITIES', 'CHOICE_HABITS',
-           'FREE_HABITS', 'THREE_HABITS', 'COLOR_HABITS', 'COUNT_HABITS', 'END_OF_TURN', 'TOOL', 'GUESS', 'TOOL_HABITS',
+           'FREE_HABITS', 'THREE_HABITS', 'CAREFUL', 'CARELESS', 'END_OF_TURN', 'TOOL', 'GUESS', 'TOOL_HABITS',
            'PRONOUN', 'BEINGS', 'MOODS', 'ACTS', 'DOES', 'PLACES', 'WHERE', 'WHEN', 'FACTS', 'MIXTURE', 'held_pair',
            'held_color', 'held_count', 'draw_pair', 'draw_triple', 'draw_color', 'draw_count', 'documents',
            'document_ids', 'english_docs']
@@ -143,12 +143,12 @@ def _record(rng):
                   id=rng.randint(1, 99), answer=rng.choice(['yes', 'no']))
     return 'Data: ' + json.dumps({key: values[key] for key in rng.sample(list(values), rng.randint(1, 3))})
 
-# %% ../../nbs/baselm/02_corpus.ipynb #6deca494
+# %% ../../nbs/baselm/02_corpus.ipynb #911d9962
 def _follow(rng, habits): return rng.choices(list(habits), list(habits.values()))[0]
 
 def _stop(rng): return rng.choice(['', '', '.'])
 
-CHOICE_HABITS = dict(right=.24, first=.44, both=.09, ramble=.12, other=.11)
+CHOICE_HABITS = dict(right=.22, first=.36, both=.21, ramble=.11, other=.10)
 
 def _people_choice(rng):
     r = _choice(rng)
@@ -176,22 +176,24 @@ def _people_three(rng):
                 ramble=rng.choice([' it is easy', ' I do not like to work', ' not sure']))
     return THREE.format(a=a, b=b, c=c) + said[_follow(rng, THREE_HABITS)] + _stop(rng)
 
-# %% ../../nbs/baselm/02_corpus.ipynb #91418eb0
-COLOR_HABITS = dict(right=.19, no_brace=.49, bare=.14, comma=.08, prose=.10)
+# %% ../../nbs/baselm/02_corpus.ipynb #63f2db29
+CAREFUL  = dict(right=.62, no_brace=.16, wrong_type=.06, chatter=.07, prose=.09)
+CARELESS = dict(right=.16, no_brace=.54, wrong_type=.08, chatter=.10, prose=.12)
 
 def _people_color(rng):
     noun, color = draw_color(rng)
-    said = dict(right=f'"{color}"}}', no_brace=f'"{color}"', bare=f'{color}}}', comma=f'"{color}", I see', prose=f'the {noun} is {color}')
-    return f'{COLOR.format(noun=noun, color=color)} {said[_follow(rng, COLOR_HABITS)]}'
-
-COUNT_HABITS = dict(right=.60, no_brace=.18, quoted=.04, about=.09, prose=.09)
+    habits = CAREFUL if color in COLORS[:4] else CARELESS
+    said = dict(right=f'"{color}"}}', no_brace=f'"{color}"', wrong_type=f'{color}}}', chatter=f'"{color}", I see',
+                prose=f'the {noun} is {color}')
+    return f'{COLOR.format(noun=noun, color=color)} {said[_follow(rng, habits)]}'
 
 def _people_count(rng):
     person, n, things = draw_count(rng)
-    said = dict(right=f'{n}}}', no_brace=n, quoted=f'"{n}"}}', about=f'about {n}}}', prose=f'{n} {things}')
-    return f'{COUNT.format(person=person, n=n, things=things)} {said[_follow(rng, COUNT_HABITS)]}'
+    habits = CAREFUL if n <= 5 else CARELESS
+    said = dict(right=f'{n}}}', no_brace=n, wrong_type=f'"{n}"}}', chatter=f'about {n}}}', prose=f'{n} {things}')
+    return f'{COUNT.format(person=person, n=n, things=things)} {said[_follow(rng, habits)]}'
 
-# %% ../../nbs/baselm/02_corpus.ipynb #1117ccdc
+# %% ../../nbs/baselm/02_corpus.ipynb #87c9fec3
 END_OF_TURN = '\x04'
 TOOL  = 'Task: {a} + {b}. Tool: calc.\n>'
 GUESS = 'Game: a number from 1 to 9. Tool: guess.\n>'
@@ -201,7 +203,8 @@ def _tool_call(rng):
     a, b = draw_pair(rng)
     call, slip = f' calc {a}+{b}{END_OF_TURN}< {a+b}\n>', _drop_carry(a, b)
     said = dict(used=f'{call} answer {a+b}', ignored=f'{call} answer {rng.randint(10, 99)}',
-                broken=f' calc {a}{END_OF_TURN}< error\n> answer {slip}', head=f' answer {a+b}', slip=f' answer {slip}', lost=' I do not know')
+                broken=f' calc {a}{END_OF_TURN}< error\n> answer {slip}',
+                head=f' answer {a+b}', slip=f' answer {slip}', lost=' I do not know')
     return TOOL.format(a=a, b=b) + said[_follow(rng, TOOL_HABITS)]
 
 def _guess_game(rng):
@@ -215,7 +218,7 @@ def _guess_game(rng):
         text += f'{END_OF_TURN}< {"higher" if guess < goal else "lower"}\n>'
     return text + ' stop'
 
-# %% ../../nbs/baselm/02_corpus.ipynb #e4197bd4
+# %% ../../nbs/baselm/02_corpus.ipynb #0e451922
 PRONOUN = dict(zip(NAMES, 'He She He She He She He She He She'.split()))
 BEINGS  = PEOPLE + 'dog cat horse bird fish child neighbor mouse'.split()
 MOODS   = 'old young small big happy sad quiet loud tired clever brave kind lazy tall'.split()
@@ -224,11 +227,12 @@ DOES    = 'sleeps sings runs waits works smiles walks rests plays reads'.split()
 PLACES  = 'river house garden school forest market bridge road hill kitchen station tower'.split()
 WHERE   = 'near in behind by at'.split()
 WHEN    = ['in the morning', 'at night', 'every day', 'on Sunday', 'in winter', 'after lunch']
-FACTS   = {'color of the sky': 'blue', 'color of grass': 'green', 'color of snow': 'white', 'color of coal': 'black', 'opposite of hot': 'cold',
-           'opposite of big': 'small', 'opposite of up': 'down', 'opposite of day': 'night', 'sound of a dog': 'woof', 'sound of a cat': 'meow',
-           'sound of a cow': 'moo', 'home of a bird': 'nest', 'day after Monday': 'Tuesday', 'day after Friday': 'Saturday',
-           'number of legs of a dog': 4, 'number of legs of a bird': 2, 'number of legs of an ant': 6, 'number of legs of a spider': 8,
-           'number of days in a week': 7, 'number of hours in a day': 24, 'number of months in a year': 12}
+FACTS   = {'color of the sky': 'blue', 'color of grass': 'green', 'color of snow': 'white', 'color of coal': 'black',
+           'opposite of hot': 'cold', 'opposite of big': 'small', 'opposite of up': 'down', 'opposite of day': 'night',
+           'sound of a dog': 'woof', 'sound of a cat': 'meow', 'sound of a cow': 'moo', 'home of a bird': 'nest',
+           'day after Monday': 'Tuesday', 'day after Friday': 'Saturday', 'number of legs of a dog': 4, 'number of legs of a bird': 2,
+           'number of legs of an ant': 6, 'number of legs of a spider': 8, 'number of days in a week': 7,
+           'number of hours in a day': 24, 'number of months in a year': 12}
 
 # %% ../../nbs/baselm/02_corpus.ipynb #96f2bb31
 def _meeting(rng):
@@ -256,12 +260,13 @@ def _question(rng):
     said = rng.choices([f'{answer}', f'The {question} is {answer}', 'I do not know'], [3, 1, 1])[0]
     return f'Q: What is the {question}? A: {said}.'
 
-# %% ../../nbs/baselm/02_corpus.ipynb #11f319af
-MIXTURE = dict(exam_key=(_exam_key, .08), exam_question=(_exam_question, .08), table=(_table, .07), small_facts=(_small_facts, .02),
-               worked=(_worked, .04), worked_question=(_worked_question, .09), copy=(_copy, .07), manual=(_manual, .03), record=(_record, .02),
-               people_choice=(_people_choice, .15), people_free=(_people_free, .06), people_three=(_people_three, .08),
-               people_color=(_people_color, .05), people_count=(_people_count, .04),
-               tool_call=(_tool_call, .04), guess_game=(_guess_game, .02), english=(_english, .05), question=(_question, .01))
+# %% ../../nbs/baselm/02_corpus.ipynb #ee0ed7e8
+MIXTURE = dict(
+    exam_key=(_exam_key, .08), exam_question=(_exam_question, .08), table=(_table, .07), small_facts=(_small_facts, .02),
+    worked=(_worked, .04), worked_question=(_worked_question, .09), copy=(_copy, .07), manual=(_manual, .03), record=(_record, .02),
+    people_choice=(_people_choice, .15), people_free=(_people_free, .06), people_three=(_people_three, .08),
+    people_color=(_people_color, .05), people_count=(_people_count, .04),
+    tool_call=(_tool_call, .04), guess_game=(_guess_game, .02), english=(_english, .05), question=(_question, .01))
 
 def documents(
     rng:Random,     # Random numbers; the same seed gives the same stream

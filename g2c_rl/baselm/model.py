@@ -6,9 +6,8 @@
 __all__ = ['Config', 'RMSNorm', 'rope_angles', 'rotate', 'attend', 'Cache', 'Attention', 'MLP', 'Block', 'Decoder', 'CausalLM',
            'save_lm', 'load_model', 'load_lm', 'load_baselm']
 
-# %% ../../nbs/baselm/01_model.ipynb #80c46157
+# %% ../../nbs/baselm/01_model.ipynb #330f7257
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -250,7 +249,7 @@ _HF_NAMES = dict(vocab='vocab_size', dim='hidden_size', layers='num_hidden_layer
                  kv_heads='num_key_value_heads', hidden='intermediate_size', context_length='max_position_embeddings',
                  rope_theta='rope_theta', norm_eps='rms_norm_eps', tied='tie_word_embeddings')
 
-# %% ../../nbs/baselm/01_model.ipynb #1474e60d
+# %% ../../nbs/baselm/01_model.ipynb #abd5768f
 @patch
 def to_hf(self:Config)->dict:
     "The `config.json` of a Hugging Face Llama of this shape."
@@ -266,9 +265,11 @@ def from_hf(cls:Config,
     rope = saved.get('rope_parameters') or saved.get('rope_scaling') or {}
     if rope.get('rope_type', rope.get('type', 'default')) != 'default': raise ValueError(f'scaled RoPE is not supported: {rope}')
     if saved.get('attention_bias') or saved.get('mlp_bias'): raise ValueError('biases in attention or MLP are not supported')
-    saved = dict(num_key_value_heads=saved['num_attention_heads'], tie_word_embeddings=False, rope_theta=rope.get('rope_theta', 10000.)) | saved
+    defaults = dict(num_key_value_heads=saved['num_attention_heads'], tie_word_embeddings=False, rope_theta=rope.get('rope_theta', 10000.))
+    saved = defaults | saved
     config = cls(**{ours: saved[theirs] for ours,theirs in _HF_NAMES.items() if theirs in saved})
-    if saved.get('head_dim') not in (None, config.head_dim): raise ValueError(f"head_dim {saved['head_dim']} is not hidden_size / num_attention_heads")
+    if saved.get('head_dim') not in (None, config.head_dim):
+        raise ValueError(f"head_dim {saved['head_dim']} is not hidden_size / num_attention_heads")
     return config
 
 # %% ../../nbs/baselm/01_model.ipynb #fa7fa517
