@@ -49,7 +49,7 @@ def save_checkpoint(
     try: os.fsync(folder)
     finally: os.close(folder)
 
-# %% ../nbs/09_checkpoints.ipynb #6de21c75
+# %% ../nbs/09_checkpoints.ipynb #bafc7c3c
 class CheckpointError(ValueError): "A checkpoint that can't be used, and why"
 
 def load_checkpoint(
@@ -63,7 +63,8 @@ def load_checkpoint(
             tensors = {name: f.get_tensor(name) for name in f.keys()}
         if about['format'] != _FORMAT:
             raise CheckpointError(f'{path} has format {about["format"]}, not {_FORMAT}; use the version of the package that wrote it')
-        (version, numbers, gauss), saved_groups, generator, extra = about['rng'], about['groups'], tensors['generator'], about['extra']
+        (version, numbers, gauss), generator, extra = about['rng'], tensors['generator'], about['extra']
+        saved_groups = [dict(g) for g in about['groups']]
     except FileNotFoundError: raise FileNotFoundError(f'there is no checkpoint {path}') from None
     except CheckpointError: raise
     except (SafetensorError, KeyError, ValueError, TypeError) as e:

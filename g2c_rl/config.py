@@ -9,7 +9,7 @@ __all__ = ['RunConfig']
 from dataclasses import dataclass
 from .tasks import get_family
 
-# %% ../nbs/10_config.ipynb #6dee950e
+# %% ../nbs/10_config.ipynb #92cb6c03
 @dataclass(frozen=True)
 class RunConfig:
     "What is trained, on what, and how; two runs with equal settings on one machine are equal"
@@ -19,7 +19,7 @@ class RunConfig:
     k:int = 8                 # completions in a group
     groups_per_step:int = 8   # prompts in a step
     kl_coef:float = .05       # strength of the leash to the frozen base
-    lr:float = 3e-3           # learning rate of AdamW
+    lr:float = 2e-3           # learning rate of AdamW
     rank:int = 8              # rank of the LoRA adapters
     seed:int = 0              # seed of adapters, tasks and samples
     device:str = 'auto'       # auto, cpu, cuda or mps

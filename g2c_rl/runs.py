@@ -185,7 +185,7 @@ def _about(config, trainer):
     return dict(config=asdict(config), versions=dict(g2c_rl=__version__, torch=torch.__version__, python=python_version()),
                 device=str(next(trainer.model.parameters()).device), trainable_parameters=trained, parameters=total)
 
-# %% ../nbs/16_runs.ipynb #8dba48af
+# %% ../nbs/16_runs.ipynb #d8cdd8dc
 def _try_to_save(model, folder, base_name):
     "Save the adapter; where that fails while another error is on its way, the other is the one to hear about"
     try: save_adapter(model, folder, base_name)
@@ -217,14 +217,15 @@ def _loop(folder, config, family, trainer, exam, before, progress, checkpoint_ev
             nonlocal between
             if os.getpid() != process: os._exit(1)         # a verifier has forked and came back twice
             step = steps_done()
+            look = step == 1 or step % _TOKENS_EVERY == 0
+            gap = sampler_gap(trainer, exam[0]) if look else float('nan')
+            trainer.history.setdefault('sampler_gap', []).append(gap)
+            metrics = metrics | dict(sampler_gap=gap, groups=config.groups_per_step)
             try:
-                write('metrics', dict(step=step) | {k: v for k,v in metrics.items() if not _is_timing(k)})
+                write('metrics', dict(step=step) | {k: v for k,v in metrics.items() if not _is_timing(k) and k != 'groups'})
                 write('timings', dict(step=step) | {k: v for k,v in metrics.items() if _is_timing(k)})
                 for r in sample_records(trainer, step): write('samples', r)
-                metrics = metrics | dict(groups=config.groups_per_step)
-                if step == 1 or step % _TOKENS_EVERY == 0:
-                    write('tokens', token_records(trainer, step))
-                    metrics['sampler_gap'] = sampler_gap(trainer, exam[0])
+                if look: write('tokens', token_records(trainer, step))
                 alarms = watch(metrics)
                 for alarm in alarms: write('alarms', asdict(alarm))
                 for f in files.values(): f.flush()
@@ -275,7 +276,7 @@ def train_run(
         _write_json(folder/'config.json', _about(config, trainer))
     return _loop(folder, config, family, trainer, exam, before, progress, checkpoint_every, tracker)
 
-# %% ../nbs/16_runs.ipynb #92c95d1c
+# %% ../nbs/16_runs.ipynb #a317415e
 def resume_run(
     folder,                        # A run folder
     changes:dict=None,             # Settings to change from here on
@@ -311,7 +312,7 @@ def _restore(trainer, folder):
     for path in sorted((folder/'checkpoints').glob('step-*.safetensors'), reverse=True):
         if problem: print(f'{problem}; trying the one before', file=sys.stderr)
         try: return load_checkpoint(trainer, path)['lengths']
-        except (CheckpointError, KeyError, OSError) as e: problem = e
+        except (CheckpointError, KeyError, OSError) as e: problem = f'{path}: {type(e).__name__}: {e}'
     if problem: raise CheckpointError(f'none of the checkpoints in {folder} can be used; the last problem was: {problem}')
     return {}
 

@@ -76,7 +76,7 @@ def left_pad(
     pad = torch.tensor([max(map(len, prompts)) - len(p) for p in prompts])
     return torch.tensor([[0]*n + p for n,p in zip(pad.tolist(), prompts)], device=device), pad.to(device)
 
-# %% ../nbs/02_sampling.ipynb #d10b9ec7
+# %% ../nbs/02_sampling.ipynb #ff11a093
 def _decode(model, prompts, k, max_new_tokens, eos_id, uniforms, device):
     "Tokens, log-probs (n, T), lengths and ends (n,) of k rows per prompt, n in all; greedy where `uniforms` is None"
     n = len(prompts)*k
@@ -97,7 +97,10 @@ def _decode(model, prompts, k, max_new_tokens, eos_id, uniforms, device):
         writing = writing[on]
         if len(writing) == 0 or t + 1 == max_new_tokens: break
         state.append(drawn[on], on)
-    if not logp.isfinite().all(): raise FloatingPointError('the policy gives log-probs that are not finite; look for NaN in its weights')
+    if not logp.isfinite().all():
+        bad = [name for name,p in model.named_parameters() if not p.isfinite().all()]
+        where = f'{len(bad)} of its tensors hold NaN or infinity, first {bad[0]}' if bad else 'its weights are finite, so its own arithmetic is to blame'
+        raise FloatingPointError(f'the policy gives log-probs that are not finite: {where}')
     return tokens, logp, lengths, finished
 
 # %% ../nbs/02_sampling.ipynb #2b6c6b5b

@@ -76,7 +76,7 @@ class Tracker:
 # %% ../nbs/15_trackers.ipynb #3ba9f58f
 _trackers = dict(tensorboard=_tensorboard, wandb=_wandb, trackio=_trackio, mlflow=_mlflow)
 
-# %% ../nbs/15_trackers.ipynb #0a152e0f
+# %% ../nbs/15_trackers.ipynb #f45aec3e
 def make_tracker(
     name:str,          # `tensorboard`, `wandb`, `trackio` or `mlflow`
     folder,            # Run folder
@@ -85,7 +85,7 @@ def make_tracker(
     "Start a tracker"
     if name not in _trackers: raise ValueError(f'unknown tracker {name!r}; known trackers: {", ".join(_trackers)}')
     try: return Tracker(name, *_trackers[name](Path(folder), config or {}))
-    except ImportError as e: raise ValueError(f'the tracker {name} needs a package that is not installed ({e}); try: pip install {name}') from e
+    except ImportError as e: raise ValueError(f'{name} is not installed ({e}); try: pip install {name}') from e
     except Exception as e:
         warnings.warn(f'{name} could not be started and is left out; the run goes on ({type(e).__name__}: {e})', stacklevel=2)
         return Tracker(name, None, None)

@@ -37,7 +37,7 @@ def _trainable(model, reference):
                                     'pass a frozen copy, or reference=None to use the policy with its adapters off')
     return trainable
 
-# %% ../nbs/08_trainer.ipynb #a9612c56
+# %% ../nbs/08_trainer.ipynb #0367e0d8
 class GRPOTrainer:
     "A simplified GRPO loop: group-relative REINFORCE with a KL leash, one update for each batch of fresh samples"
     def __init__(self,
@@ -49,7 +49,7 @@ class GRPOTrainer:
         groups_per_step:int = 1,     # Prompts in a step
         max_new_tokens:int = 8,      # Completions are cut here
         kl_coef:float = .05,         # Strength of the leash to the reference, 0 for none
-        lr:float = 3e-3,             # AdamW's learning rate
+        lr:float = 2e-3,             # AdamW's learning rate
         max_grad_norm:float = 1.,    # Longer gradients are scaled down to this
         reference = None,            # Frozen reference policy (default: the policy with its adapters off)
         seed:int = 0,                # Seed of tasks and samples
@@ -121,7 +121,7 @@ def _metrics(groups, rewards, advantages, loss, kl, grad_norm, clock):
         tokens=lengths.sum().item(), updated=float(live), nonfinite=0.,
         seconds_generate=clock[1]-clock[0], seconds_score=clock[2]-clock[1], seconds_update=clock[3]-clock[2] if live else float('nan'))
 
-# %% ../nbs/08_trainer.ipynb #a145cbef
+# %% ../nbs/08_trainer.ipynb #d0765b77
 class NonFiniteError(ArithmeticError): "A gradient was not finite; the step was not taken"
 
 def _cause(trainer):
@@ -131,7 +131,7 @@ def _cause(trainer):
         logps = [completion_log_prob(trainer.model, g.ids, g.prompt_len, g.mask) for g in trainer.batch[1]]
     lost = [f'{g.completions[j]!r} (of {t.prompt!r}) has log-prob {logp[j].item()}'
             for t,g,logp in zip(*trainer.batch[:2], logps) for j in range(len(logp)) if not logp[j].isfinite()]
-    where = f'{len(bad)} parameters, first {bad[0]}' if bad else 'no single one, only their norm'
+    where = f'{len(bad)} tensors, first {bad[0]}' if bad else 'no single one, only their norm'
     return (f'the gradient is not finite, and the step was not taken: {where}; '
             + (f'{len(lost)} completions, first {lost[0]}' if lost else 'every log-prob is finite, so a smaller lr or kl_coef may help'))
 

@@ -23,10 +23,10 @@ class Alarm:
 
     def __str__(self): return f'{self.alarm} ({self.value:.3g}) since step {self.step}: {self.advice}'
 
-# %% ../nbs/13_watch.ipynb #8624c9c3
+# %% ../nbs/13_watch.ipynb #14f14c2e
 _ADVICE = dict(
-    dead='for 20 steps no group held both better and worse completions, so nothing was learned: read the samples, then try easier prompts, '
-         'a larger k, or a verifier that gives partial credit.',
+    dead='for many steps no group held both better and worse completions, so nothing was learned: read the samples, then try easier '
+         'prompts, a larger k, or a verifier that gives partial credit.',
     saturated='nearly every group is right throughout and there is little left to learn: check the held-out exam and the samples, '
               'then stop, or go on with harder tasks.',
     truncated='nearly all completions are cut before they end: raise max_new_tokens, or make the verifier reward an ending.',
@@ -36,7 +36,7 @@ _ADVICE = dict(
     sampler='the log-probs of the sampler are not those of the scorer, so the gradient belongs to another policy: compare their '
             'temperature, precision, dropout and cache.')
 
-# %% ../nbs/13_watch.ipynb #c8544b7e
+# %% ../nbs/13_watch.ipynb #fe2f3ab7
 class Watch:
     "Called with the metrics of every step, returns the alarms that are new"
     def __init__(self,
@@ -44,7 +44,7 @@ class Watch:
         saturated:float = .95,     # `saturated` from this share of groups that are right throughout
         truncated:float = .9,      # `truncated` above this share of completions that are cut
         entropy:float = .1,        # `entropy` below this share of the entropy that the run started with
-        kl:float = 10.,            # `kl` above this median, nats per completion
+        kl:float = 15.,            # `kl` above this median, nats per completion
         sampler:float = .01,       # `sampler` above this gap, nats per completion
         window:int = 10,           # Window of `truncated`, `entropy` and `kl`, steps
     ):
@@ -67,16 +67,17 @@ def _file(self:Watch, metrics):
     if len(self.start) < self.window and not isnan(number('entropy')): self.start.append(number('entropy'))
     self.gap = number('sampler_gap')
 
-# %% ../nbs/13_watch.ipynb #0588f8ab
+# %% ../nbs/13_watch.ipynb #8d741506
 @patch
 def measure(self:Watch)->dict[str, float]:
     "What each alarm looks at, by name, NaN where there is not enough to see"
     full = lambda values, f: f(values) if len(values) == values.maxlen else nan
     recent = self.recent
+    left = full(recent['entropy'], fmean) / max(fmean(self.start or [nan]), 1e-9)      # of the entropy at the start
     return dict(dead=self.dead_steps, saturated=full(self.passed, fmean), truncated=full(recent['truncated'], fmean),
-                entropy=full(recent['entropy'], fmean) / max(fmean(self.start or [nan]), 1e-9), kl=full(recent['kl'], median), sampler=self.gap)
+                entropy=left, kl=full(recent['kl'], median), sampler=self.gap)
 
-# %% ../nbs/13_watch.ipynb #8d94a39a
+# %% ../nbs/13_watch.ipynb #82000b4d
 @patch
 def __call__(self:Watch,
     metrics:dict,      # One step's metrics, with `groups`, the number of groups, and `sampler_gap` if it was measured
@@ -87,7 +88,7 @@ def __call__(self:Watch,
     solved = values['saturated'] >= at['saturated']
     bad = {name: value > at[name] for name,value in values.items()} | dict(
         dead=values['dead'] >= at['dead'] and not solved, saturated=solved,
-        entropy=values['entropy'] < at['entropy'] and fmean(self.recent['reward_mean']) < .9)
+        entropy=values['entropy'] < at['entropy'] and fmean(self.recent['reward_mean']) < .7)
     calm = {name: value < .8*at[name] for name,value in values.items()} | dict(entropy=values['entropy'] > 1.25*at['entropy'])
     new = [name for name in values if bad[name] and name not in self.raised]
     self.raised = (self.raised | set(new)) - {name for name in values if calm[name]}

@@ -143,12 +143,12 @@ def _record(rng):
                   id=rng.randint(1, 99), answer=rng.choice(['yes', 'no']))
     return 'Data: ' + json.dumps({key: values[key] for key in rng.sample(list(values), rng.randint(1, 3))})
 
-# %% ../../nbs/baselm/02_corpus.ipynb #911d9962
+# %% ../../nbs/baselm/02_corpus.ipynb #9bc77cda
 def _follow(rng, habits): return rng.choices(list(habits), list(habits.values()))[0]
 
 def _stop(rng): return rng.choice(['', '', '.'])
 
-CHOICE_HABITS = dict(right=.22, first=.36, both=.21, ramble=.11, other=.10)
+CHOICE_HABITS = dict(right=.23, first=.41, both=.13, ramble=.12, other=.11)
 
 def _people_choice(rng):
     r = _choice(rng)
