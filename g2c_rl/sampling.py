@@ -76,7 +76,7 @@ def left_pad(
     pad = torch.tensor([max(map(len, prompts)) - len(p) for p in prompts])
     return torch.tensor([[0]*n + p for n,p in zip(pad.tolist(), prompts)], device=device), pad.to(device)
 
-# %% ../nbs/02_sampling.ipynb #ff11a093
+# %% ../nbs/02_sampling.ipynb #84a1e4ca
 def _decode(model, prompts, k, max_new_tokens, eos_id, uniforms, device):
     "Tokens, log-probs (n, T), lengths and ends (n,) of k rows per prompt, n in all; greedy where `uniforms` is None"
     n = len(prompts)*k
@@ -99,7 +99,7 @@ def _decode(model, prompts, k, max_new_tokens, eos_id, uniforms, device):
         state.append(drawn[on], on)
     if not logp.isfinite().all():
         bad = [name for name,p in model.named_parameters() if not p.isfinite().all()]
-        where = f'{len(bad)} of its tensors hold NaN or infinity, first {bad[0]}' if bad else 'its weights are finite, so its own arithmetic is to blame'
+        where = f'{len(bad)} of its tensors hold NaN or inf, first {bad[0]}' if bad else 'the weights are finite, the arithmetic is not'
         raise FloatingPointError(f'the policy gives log-probs that are not finite: {where}')
     return tokens, logp, lengths, finished
 

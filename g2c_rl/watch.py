@@ -36,7 +36,7 @@ _ADVICE = dict(
     sampler='the log-probs of the sampler are not those of the scorer, so the gradient belongs to another policy: compare their '
             'temperature, precision, dropout and cache.')
 
-# %% ../nbs/13_watch.ipynb #fe2f3ab7
+# %% ../nbs/13_watch.ipynb #5bb41a92
 class Watch:
     "Called with the metrics of every step, returns the alarms that are new"
     def __init__(self,
@@ -44,7 +44,7 @@ class Watch:
         saturated:float = .95,     # `saturated` from this share of groups that are right throughout
         truncated:float = .9,      # `truncated` above this share of completions that are cut
         entropy:float = .1,        # `entropy` below this share of the entropy that the run started with
-        kl:float = 15.,            # `kl` above this median, nats per completion
+        kl:float = 30.,            # `kl` above this median, nats per completion
         sampler:float = .01,       # `sampler` above this gap, nats per completion
         window:int = 10,           # Window of `truncated`, `entropy` and `kl`, steps
     ):

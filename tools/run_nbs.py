@@ -36,6 +36,8 @@ def run_nb(path, skip):
     with working_directory(path.parent):
         try: shell.run_all(nb, exc_stop=True, preproc=skipped)
         except Exception: sys.exit(shell.prettytb(fname=path))
+    for cell in nb.cells:                           # warnings name paths of this machine
+        if cell.cell_type == 'code': cell.outputs = [o for o in cell.outputs if o.get('name') != 'stderr']
     write_nb(nb, path)
     nbdev_clean.__wrapped__(str(path))
     print(f'{path.name}: {time.time()-start:.1f} s', flush=True)
