@@ -276,7 +276,7 @@ def train_run(
         _write_json(folder/'config.json', _about(config, trainer))
     return _loop(folder, config, family, trainer, exam, before, progress, checkpoint_every, tracker)
 
-# %% ../nbs/16_runs.ipynb #a317415e
+# %% ../nbs/16_runs.ipynb #3b1a3fa3
 def resume_run(
     folder,                        # A run folder
     changes:dict=None,             # Settings to change from here on
@@ -293,6 +293,7 @@ def resume_run(
         raise ValueError(f'{folder} was made with other settings: {"; ".join(differing)}; --allow-changes goes on with them')
     family, trainer, exam = _make(config)
     with _locked(folder):
+        for left in (*folder.rglob('.tmp*'), *folder.rglob('*.tmp')): left.unlink(missing_ok=True)   # of a kill while writing
         lengths = _restore(trainer, folder)
         for name in _RECORDS:
             with open(folder/f'{name}.jsonl', 'ab') as f:

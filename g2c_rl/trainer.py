@@ -121,7 +121,7 @@ def _metrics(groups, rewards, advantages, loss, kl, grad_norm, clock):
         tokens=lengths.sum().item(), updated=float(live), nonfinite=0.,
         seconds_generate=clock[1]-clock[0], seconds_score=clock[2]-clock[1], seconds_update=clock[3]-clock[2] if live else float('nan'))
 
-# %% ../nbs/08_trainer.ipynb #d0765b77
+# %% ../nbs/08_trainer.ipynb #2a4bfd25
 class NonFiniteError(ArithmeticError): "A gradient was not finite; the step was not taken"
 
 def _cause(trainer):
@@ -131,7 +131,7 @@ def _cause(trainer):
         logps = [completion_log_prob(trainer.model, g.ids, g.prompt_len, g.mask) for g in trainer.batch[1]]
     lost = [f'{g.completions[j]!r} (of {t.prompt!r}) has log-prob {logp[j].item()}'
             for t,g,logp in zip(*trainer.batch[:2], logps) for j in range(len(logp)) if not logp[j].isfinite()]
-    where = f'{len(bad)} tensors, first {bad[0]}' if bad else 'no single one, only their norm'
+    where = f'in {len(bad)} tensors, first {bad[0]}' if bad else 'no single one, only their norm'
     return (f'the gradient is not finite, and the step was not taken: {where}; '
             + (f'{len(lost)} completions, first {lost[0]}' if lost else 'every log-prob is finite, so a smaller lr or kl_coef may help'))
 
