@@ -15,7 +15,8 @@ setup(
     long_description=(root/'README.md').read_text(encoding='utf-8'), long_description_content_type='text/markdown',
     packages=find_packages(include=[lib, f'{lib}.*']), package_data={lib: ['assets/**']}, include_package_data=False,
     python_requires='>='+cfg['min_python'],
-    install_requires=cfg['requirements'].split(), extras_require={'dev': cfg['dev_requirements'].split()} | {name: [name] for name in cfg['trackers'].split()},
+    install_requires=cfg['requirements'].split(),
+    extras_require={'dev': cfg['dev_requirements'].split()} | {name: [name] for name in cfg['trackers'].split()},
     entry_points={'console_scripts': cfg['console_scripts'].split(), 'nbdev': [f'{lib}={lib}._modidx:d']},
     zip_safe=False,
 )

@@ -9,13 +9,13 @@ __all__ = ['group_advantages']
 import torch
 from torch import Tensor
 
-# %% ../nbs/03_advantages.ipynb #60b7fe67
+# %% ../nbs/03_advantages.ipynb #f62e9e85
 def group_advantages(
     rewards:Tensor,  # (..., K) finite rewards, one group in each row
 )->Tensor:           # (..., K) advantages: zero-sum in each group, all zero in a degenerate one
     "Centre rewards within each group and scale them to unit standard deviation"
     low, high = rewards.amin(-1, keepdim=True), rewards.amax(-1, keepdim=True)
-    if not (high - low).isfinite().all(): raise ValueError(f'rewards must be finite, got {rewards.tolist()}')
+    if not (high - low).isfinite().all(): raise ValueError(f'rewards and their range must be finite, got {rewards.tolist()}')
     degenerate = high == low
     if rewards.shape[-1] == 1: return torch.zeros_like(rewards)
     unit = (rewards - low) / (high - low).masked_fill(degenerate, 1.)

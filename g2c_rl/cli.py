@@ -14,7 +14,7 @@ from . import __version__
 from .config import RunConfig
 from .tasks import families
 
-# %% ../nbs/18_cli.ipynb #ebdd105e
+# %% ../nbs/18_cli.ipynb #29d7d8b4
 def make_parser()->ArgumentParser:
     "The command line, as a parser"
     parser = ArgumentParser(prog='g2c-rl', description='Reinforcement learning with verifiable rewards, by a simplified GRPO loop.')
@@ -25,8 +25,9 @@ def make_parser()->ArgumentParser:
     train.add_argument('task', nargs='?', default=SUPPRESS, help=f'{comments["task"]}: {", ".join(families)}')
     for field in fields(RunConfig)[1:]:                    # what is not given stays out: the default is the record's own
         flag, help = '--' + field.name.replace('_', '-'), comments[field.name]
+        flags = (flag, '--group-size') if field.name == 'k' else (flag,)
         if field.type is bool: train.add_argument(flag, action='store_true', default=SUPPRESS, help=help)
-        else: train.add_argument(flag, type=field.type, default=SUPPRESS, metavar=field.type.__name__.upper(),
+        else: train.add_argument(*flags, type=field.type, default=SUPPRESS, metavar=field.type.__name__.upper(),
                                  help=f'{help} (default: {field.default})')
     train.add_argument('--out', help='run folder; must not hold a run yet (default: a new one under runs/)', metavar='FOLDER')
     train.add_argument('--checkpoint-every', type=int, default=20, help='steps between checkpoints (default: 20)', metavar='INT')

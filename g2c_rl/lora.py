@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-# %% ../nbs/06_lora.ipynb #513cd8b8
+# %% ../nbs/06_lora.ipynb #30a04400
 class LoRALinear(nn.Module):
     "A frozen linear layer plus a trainable low-rank correction"
     def __init__(self,
@@ -24,6 +24,8 @@ class LoRALinear(nn.Module):
         generator=None,   # Source of randomness for A
     ):
         super().__init__()
+        most = max(base.in_features, base.out_features)
+        if rank > most: raise ValueError(f'rank {rank} is more than a layer of size {most} can use')
         self.base, self.rank, self.alpha, self.enabled = base.requires_grad_(False), rank, alpha, True
         A = torch.randn(rank, base.in_features, generator=generator) / base.in_features**.5
         self.lora_A = nn.Parameter(A.to(base.weight.device))

@@ -25,7 +25,7 @@ def kl_estimate(
     near = d.clamp(max=_TANGENT)
     return near.expm1() - near + near.detach().expm1() * (d - near)
 
-# %% ../nbs/05_loss.ipynb #6e41a2e8
+# %% ../nbs/05_loss.ipynb #759b1735
 def grpo_loss(
     logp:Tensor,           # (K,) completion log-probs under the policy, with gradient
     ref_logp:Tensor|None,  # (K,) the same under the reference; may be None if `kl_coef` is 0
@@ -36,6 +36,7 @@ def grpo_loss(
     "Group-relative REINFORCE with a KL penalty: -(A * logp).mean() + kl_coef * KL"
     if logp.shape != advantages.shape: raise ValueError(f'{tuple(logp.shape)} log-probs for {tuple(advantages.shape)} advantages')
     loss = -(advantages.detach() * logp).mean()
+    if not kl_coef >= 0: raise ValueError(f'kl_coef must be at least 0, got {kl_coef}')
     if estimator == 'k1': raise ValueError('k1 has no gradient on average, so as a loss it leashes nothing; use k2 or k3')
     if kl_coef == 0: return loss
     if ref_logp is None or ref_logp.shape != logp.shape:

@@ -255,7 +255,7 @@ def _loop(folder, config, family, trainer, exam, before, progress, checkpoint_ev
     except (OSError, ValueError, KeyError) as e: print(f'no report was written: {type(e).__name__}: {e}', file=sys.stderr)
     return RunResult(folder, config, trainer.history, before, after, trainable_parameters(trainer.model), interrupted, seconds)
 
-# %% ../nbs/16_runs.ipynb #68ae250c
+# %% ../nbs/16_runs.ipynb #abc0307e
 def train_run(
     config:RunConfig,          # What to do
     out=None,                  # Folder (default: a new one under `runs/`); must not hold a run
@@ -268,8 +268,10 @@ def train_run(
     if (folder/'config.json').exists():
         raise FileExistsError(f'{folder} already holds a run; choose another folder, or go on with --resume {folder}')
     if checkpoint_every < 1: raise ValueError(f'checkpoint_every must be at least 1, got {checkpoint_every}')
+    if folder.exists() and not folder.is_dir(): raise NotADirectoryError(f'{folder} is a file; name a folder, which may be a new one')
     family, trainer, exam = _make(config)
-    folder.mkdir(parents=True, exist_ok=True)
+    try: folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e: raise OSError(f'cannot write to {folder}: {e.strerror}; name a folder that you may write to') from e
     with _locked(folder):
         before = _examine(trainer, exam)
         _write_json(folder/'evaluation.json', dict(before=_exam_record(before)))

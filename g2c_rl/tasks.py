@@ -211,7 +211,7 @@ def get_family(
     if name not in families: raise ValueError(f'unknown task {name!r}; known tasks: {", ".join(families)}')
     return families[name]
 
-# %% ../nbs/01_tasks.ipynb #851425db
+# %% ../nbs/01_tasks.ipynb #58f13e7b
 def held_out_tasks(
     family:Family,  # From `families`, or one of your own
     n:int = 200,    # How many different prompts
@@ -219,9 +219,10 @@ def held_out_tasks(
 )->list[Task]:
     "`n` different questions that are never trained on"
     if n < 1: raise ValueError(f'an exam needs at least 1 task, got n={n}')
-    rng, exam = Random(f'held-out {seed}'), {}
-    for _ in range(100*n):
+    rng, exam, barren = Random(f'held-out {seed}'), {}, 0
+    while len(exam) < n and barren < 10_000:
         task = family.make(rng, held_out=True)
+        barren = barren + 1 if task.prompt in exam else 0
         exam.setdefault(task.prompt, task)
-        if len(exam) == n: return list(exam.values())
+    if len(exam) == n: return list(exam.values())
     raise ValueError(f'found only {len(exam)} different held-out prompts, fewer than n={n}; ask for fewer')

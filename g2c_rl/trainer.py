@@ -37,7 +37,7 @@ def _trainable(model, reference):
                                     'pass a frozen copy, or reference=None to use the policy with its adapters off')
     return trainable
 
-# %% ../nbs/08_trainer.ipynb #0367e0d8
+# %% ../nbs/08_trainer.ipynb #a3412ddd
 class GRPOTrainer:
     "A simplified GRPO loop: group-relative REINFORCE with a KL leash, one update for each batch of fresh samples"
     def __init__(self,
@@ -56,8 +56,8 @@ class GRPOTrainer:
     ):
         for name,value,low in (('k', k, 2), ('groups_per_step', groups_per_step, 1), ('max_new_tokens', max_new_tokens, 1)):
             if value < low: raise ValueError(f'{name} must be at least {low}, got {value}')
-        if not lr > 0: raise ValueError(f'lr must be positive, got {lr}')
-        if not kl_coef >= 0: raise ValueError(f'kl_coef must be at least 0, got {kl_coef}')
+        if not 0 < lr < float('inf'): raise ValueError(f'lr must be positive and finite, got {lr}')
+        if not 0 <= kl_coef < float('inf'): raise ValueError(f'kl_coef must be at least 0 and finite, got {kl_coef}')
         if not max_grad_norm > 0: raise ValueError(f'max_grad_norm must be positive, got {max_grad_norm}')
         self.parameters = _trainable(model, reference)
         self.model, self.tokenizer, self.make_task, self.verifier, self.reference = model, tokenizer, make_task, verifier, reference
