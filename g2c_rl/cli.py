@@ -46,7 +46,7 @@ def make_parser()->ArgumentParser:
     baselm.add_argument('--out', help='folder for the new model', metavar='FOLDER', required=True)
     return parser
 
-# %% ../nbs/18_cli.ipynb #52ed2b1b
+# %% ../nbs/18_cli.ipynb #40c3fabc
 def _train(args):
     given = {f.name: getattr(args, f.name) for f in fields(RunConfig) if f.name in args}
     if not args.resume and 'task' not in given: raise ValueError(f'name a task to train on: {", ".join(families)}')
@@ -74,8 +74,10 @@ def _learn(args):
     print(f'{write_exercise(args.folder, args.solutions, args.fresh)}\n\nNext: cd {args.folder} && pytest test_rl.py')
 
 def _baselm(args):
+    import torch
     from g2c_rl.baselm.pretrain import rebuild
     from g2c_rl.evaluation import calibration_table
+    torch.set_num_threads(1)                               # the same sums in the same order, whatever the number of cores
     print(calibration_table(*rebuild(args.out)))
 
 # %% ../nbs/18_cli.ipynb #e80293db
