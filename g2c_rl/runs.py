@@ -185,14 +185,7 @@ def _about(config, trainer):
     return dict(config=asdict(config), versions=dict(g2c_rl=__version__, torch=torch.__version__, python=python_version()),
                 device=str(next(trainer.model.parameters()).device), trainable_parameters=trained, parameters=total)
 
-# %% ../nbs/16_runs.ipynb #d8cdd8dc
-def _try_to_save(model, folder, base_name):
-    "Save the adapter; where that fails while another error is on its way, the other is the one to hear about"
-    try: save_adapter(model, folder, base_name)
-    except OSError as e:
-        if sys.exc_info()[1] is e and e.__context__ is None: raise
-        print(f'the adapter was not saved: {e}', file=sys.stderr)
-
+# %% ../nbs/16_runs.ipynb #8fab8750
 _RECORDS, _TOKENS_EVERY = ('metrics', 'timings', 'samples', 'tokens', 'alarms'), 20
 
 def _loop(folder, config, family, trainer, exam, before, progress, checkpoint_every, tracker):
@@ -238,12 +231,14 @@ def _loop(folder, config, family, trainer, exam, before, progress, checkpoint_ev
         try:
             if steps_done() < config.steps: trainer.train(config.steps - steps_done(), record, config.skip_nonfinite)
         except _Stop: interrupted = True
-        except (VerifierError, NonFiniteError) as e:       # this step has not changed the policy: it can be taken again
+        except BaseException as e:                         # the first error is the one to hear about
+            try: save_adapter(trainer.model, folder, config.model)
+            except OSError as problem: print(f'the adapter was not saved: {problem}', file=sys.stderr)
             if isinstance(e, NonFiniteError):
                 _write_json(folder/'nonfinite.json', dict(cause=str(e), batch=sample_records(trainer, steps_done() + 1)))
-            checkpoint()
+            if isinstance(e, (VerifierError, NonFiniteError)): checkpoint()   # this step has not changed the policy: it can be taken again
             raise
-        finally: _try_to_save(trainer.model, folder, config.model)
+        save_adapter(trainer.model, folder, config.model)
         checkpoint()
         seconds = time.monotonic() - start
         after = _examine(trainer, exam)
