@@ -8,6 +8,8 @@ cfg = ConfigParser(delimiters=['='])
 cfg.read(root/'settings.ini', encoding='utf-8')
 cfg = cfg['DEFAULT']
 lib = cfg['lib_name']
+trackers = cfg['trackers'].split()
+extras = {name: cfg[f'{name}_requirements'].split() for name in ('hf', 'smollm2', 'verifiers')} | {name: [name] for name in trackers}
 
 setup(
     name=lib.replace('_', '-'), version=cfg['version'], description=cfg['description'], keywords=cfg['keywords'],
@@ -16,7 +18,7 @@ setup(
     packages=find_packages(include=[lib, f'{lib}.*']), package_data={lib: ['assets/**']}, include_package_data=False,
     python_requires='>='+cfg['min_python'],
     install_requires=cfg['requirements'].split(),
-    extras_require={'dev': cfg['dev_requirements'].split()} | {name: [name] for name in cfg['trackers'].split()},
+    extras_require=extras | {'dev': [*cfg['dev_requirements'].split(), *sum(extras.values(), [])]},
     entry_points={'console_scripts': cfg['console_scripts'].split(), 'nbdev': [f'{lib}={lib}._modidx:d']},
     zip_safe=False,
 )

@@ -14,7 +14,7 @@ from g2c_rl import learn, trainer
 from g2c_rl.cli import main
 
 FILES = ['README.md', 'experiments.ipynb', 'my_rl.py', 'test_rl.py']
-PAGE = json.loads((ROOT/'nbs'/'exercises'/'40_exercises.ipynb').read_text(encoding='utf-8'))
+PAGE = json.loads((ROOT/'nbs'/'exercises'/'70_exercises.ipynb').read_text(encoding='utf-8'))
 COPY = json.loads((ROOT/'g2c_rl'/'assets'/'learn'/'experiments.ipynb').read_text(encoding='utf-8'))
 ENV = os.environ | dict(OMP_NUM_THREADS='1', MPLBACKEND='agg', PYTHONPATH=str(ROOT))
 

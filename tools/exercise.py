@@ -6,7 +6,7 @@ import json, re, shutil
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGE, TESTS, ASSETS = ROOT/'nbs'/'exercises'/'40_exercises.ipynb', ROOT/'tests'/'test_rl.py', ROOT/'g2c_rl'/'assets'/'learn'
+PAGE, TESTS, ASSETS = ROOT/'nbs'/'exercises'/'70_exercises.ipynb', ROOT/'tests'/'test_rl.py', ROOT/'g2c_rl'/'assets'/'learn'
 
 
 def working_cells(cells):
