@@ -96,23 +96,28 @@ def verify_format_content(
     value = json.JSONDecoder(parse_int=_Number, parse_float=_Number).raw_decode(task.prefix + completion)[0]['answer']
     return float(isinstance(value, _Number) == isinstance(task.answer, int) and value == str(task.answer))
 
-# %% ../nbs/01_tasks.ipynb #580f5661
+# %% ../nbs/01_tasks.ipynb #9ae8ba50
 class VerifierError(ValueError): "A verifier raised, or returned something that is not a finite number"
 
 def score(
-    verifier:Callable,  # `(task, completion) -> float`
-    task:Task,          # Handed to the verifier
-    completion:str,     # Handed to the verifier
-)->float:               # The verifier's finite number
+    verifier:Callable,   # `(task, completion) -> float`
+    task:Task,           # Handed to the verifier
+    completion:str,      # Handed to the verifier
+    failures:list=None,  # If given, a `VerifierError` is added to it and NaN returned, instead of raising it
+)->float:                # The verifier's finite number
     "Call a verifier and insist on a finite number"
     where = f'for the prompt {task.prompt!r} and the completion {completion!r}'
     name = getattr(verifier, '__name__', repr(verifier))
-    try: value = verifier(task, completion)
-    except (Exception, SystemExit) as e: raise VerifierError(f'{name} raised {type(e).__name__}: {e}, {where}') from e
-    number = value.item() if getattr(value, 'shape', None) == () else value   # a tensor or array of one number
-    if not isinstance(number, Real) or not abs(number) <= sys.float_info.max:
+    try:
+        try: value = verifier(task, completion)
+        except (Exception, SystemExit) as e: raise VerifierError(f'{name} raised {type(e).__name__}: {e}, {where}') from e
+        number = value.item() if getattr(value, 'shape', None) == () else value   # a tensor or array of one number
+        if isinstance(number, Real) and abs(number) <= sys.float_info.max: return float(number)
         raise VerifierError(f'{name} returned {value!r} {where}; a verifier returns a finite number, such as 0.0 or 1.0')
-    return float(number)
+    except VerifierError as e:
+        if failures is None: raise
+        failures.append(e)
+        return float('nan')
 
 # %% ../nbs/01_tasks.ipynb #99703e60
 def is_held_out(
