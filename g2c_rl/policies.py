@@ -5,9 +5,13 @@
 # %% auto #0
 __all__ = ['find_device', 'load_policy']
 
-# %% ../nbs/15_policies.ipynb #ca1caf88
+# %% ../nbs/15_policies.ipynb #5931d8f8
+import json
 import torch
-from .baselm.model import load_baselm
+from pathlib import Path
+from .baselm.model import Config, load_baselm, load_model
+from .huggingface import FolderTokenizer
+from .smollm2 import load_smollm2
 
 # %% ../nbs/15_policies.ipynb #c010bedb
 def find_device(
@@ -20,15 +24,24 @@ def find_device(
         raise ValueError(f'device {name!r} is not usable here; usable: auto, {", ".join(n for n,ok in usable.items() if ok)}')
     return torch.device(name)
 
-# %% ../nbs/15_policies.ipynb #95f992c6
-_loaders = dict(baselm=load_baselm)
+# %% ../nbs/15_policies.ipynb #b1b9be8b
+_loaders = {'baselm': load_baselm, 'smollm2-135m': load_smollm2}
 
-# %% ../nbs/15_policies.ipynb #d17fd13f
+# %% ../nbs/15_policies.ipynb #cbcc6200
+def _own_llama(folder):
+    "Whether this package's own model can read a folder"
+    if not any((folder/f).exists() for f in ('model.safetensors', 'model.safetensors.index.json')): return False
+    try: Config.from_hf(json.loads((folder/'config.json').read_text(encoding='utf-8')))
+    except ValueError: return False
+    return (folder/'tokenizer.json').exists()
+
+# %% ../nbs/15_policies.ipynb #aa77af83
 def load_policy(
-    name:str = 'baselm',  # A known model
+    name:str = 'baselm',  # A known model, or a folder
     device = 'cpu',       # Where it goes
 ):                        # Model, frozen and in evaluation mode, and its tokenizer
     "Load a policy to start from"
-    if name not in _loaders: raise ValueError(f'unknown model {name!r}; known models: {", ".join(_loaders)}')
-    model, tokenizer = _loaders[name]()
+    if name in _loaders: model, tokenizer = _loaders[name]()
+    elif (folder := Path(name)).is_dir() and _own_llama(folder): model, tokenizer = load_model(folder), FolderTokenizer(folder)
+    else: raise ValueError(f'unknown model {name!r}; known models: {", ".join(_loaders)}, or a folder')
     return model.requires_grad_(False).eval().to(device), tokenizer
