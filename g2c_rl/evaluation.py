@@ -43,7 +43,7 @@ class Evaluation:
     def interval(self): return wilson_interval(self.passed, self.n)
     def __str__(self): return f'{self.pass_rate:.1%} of {self.n} (95 % interval {self.interval[0]:.1%} to {self.interval[1]:.1%})'
 
-# %% ../nbs/07_evaluation.ipynb #1beb048d
+# %% ../nbs/07_evaluation.ipynb #4a540f93
 def evaluate_policy(
     model,                  # Policy
     tokenizer,              # Its tokenizer
@@ -51,6 +51,7 @@ def evaluate_policy(
     verifier:Callable,      # `(task, completion) -> float`; a score of 1 or more passes
     max_new_tokens:int,     # Answers are cut here
     batch_size:int = 64,    # Questions answered at once
+    failures:list=None,     # If given, takes the errors of a verifier that fails; such an answer scores NaN and has not passed
 )->Evaluation:
     "Answer every question greedily and score the answers"
     if not tasks: raise ValueError('an exam needs at least 1 task, got none')
@@ -58,7 +59,7 @@ def evaluate_policy(
     for i in range(0, len(tasks), batch_size):
         prompts = [t.prompt for t in tasks[i:i+batch_size]]
         completions += [g.completions[0] for g in greedy_completions(model, tokenizer, prompts, max_new_tokens)]
-    return Evaluation(tasks, completions, [score(verifier, t, c) for t,c in zip(tasks, completions)])
+    return Evaluation(tasks, completions, [score(verifier, t, c, failures) for t,c in zip(tasks, completions)])
 
 # %% ../nbs/07_evaluation.ipynb #a6651129
 @dataclass

@@ -11,12 +11,12 @@ from torch import Tensor
 # %% ../nbs/05_loss.ipynb #330ea041
 _TANGENT = 20.  # where k3's exponential is continued by its tangent
 
-# %% ../nbs/05_loss.ipynb #5154dec9
+# %% ../nbs/05_loss.ipynb #eedfd7eb
 def kl_estimate(
-    logp:Tensor,            # (K,) log-probs under the policy that drew the samples
-    ref_logp:Tensor,        # (K,) log-probs under the reference
+    logp:Tensor,            # (...) log-probs under the policy that drew the samples
+    ref_logp:Tensor,        # (...) log-probs under the reference
     estimator:str = 'k3',   # `k1`, `k2` or `k3`
-)->Tensor:                  # (K,) nats, one estimate for each sample
+)->Tensor:                  # (...) nats, one estimate for each sample
     "Estimate KL(policy || reference) from samples of the policy"
     d = ref_logp - logp
     if estimator == 'k1': return -d
@@ -25,20 +25,22 @@ def kl_estimate(
     near = d.clamp(max=_TANGENT)
     return near.expm1() - near + near.detach().expm1() * (d - near)
 
-# %% ../nbs/05_loss.ipynb #759b1735
+# %% ../nbs/05_loss.ipynb #3c3df575
 def grpo_loss(
-    logp:Tensor,           # (K,) completion log-probs under the policy, with gradient
-    ref_logp:Tensor|None,  # (K,) the same under the reference; may be None if `kl_coef` is 0
+    logp:Tensor,           # (K,) completion log-probs under the policy, with gradient; or (K, T) token by token, 0 where masked
+    ref_logp:Tensor|None,  # The same under the reference; may be None if `kl_coef` is 0
     advantages:Tensor,     # (K,)
     kl_coef:float,         # Strength of the leash, at least 0
     estimator:str = 'k3',  # How the KL is estimated: `k2` or `k3`
 )->Tensor:                 # Scalar
     "Group-relative REINFORCE with a KL penalty: -(A * logp).mean() + kl_coef * KL"
-    if logp.shape != advantages.shape: raise ValueError(f'{tuple(logp.shape)} log-probs for {tuple(advantages.shape)} advantages')
-    loss = -(advantages.detach() * logp).mean()
+    if logp.shape[:1] != advantages.shape or logp.dim() > 2:
+        raise ValueError(f'{tuple(logp.shape)} log-probs for {tuple(advantages.shape)} advantages')
+    total = lambda x: x.reshape(len(x), -1).sum(-1)        # over tokens, if there are any
+    loss = -(advantages.detach() * total(logp)).mean()
     if not kl_coef >= 0: raise ValueError(f'kl_coef must be at least 0, got {kl_coef}')
     if estimator == 'k1': raise ValueError('k1 has no gradient on average, so as a loss it leashes nothing; use k2 or k3')
     if kl_coef == 0: return loss
     if ref_logp is None or ref_logp.shape != logp.shape:
         raise ValueError(f'{tuple(logp.shape)} log-probs for {None if ref_logp is None else tuple(ref_logp.shape)} reference log-probs')
-    return loss + kl_coef * kl_estimate(logp, ref_logp.detach(), estimator).mean()
+    return loss + kl_coef * total(kl_estimate(logp, ref_logp.detach(), estimator)).mean()

@@ -8,22 +8,23 @@ __all__ = ['CHOICE_PROMPTS', 'NOUNS', 'COLORS', 'PEOPLE', 'THINGS', 'families', 
            'is_held_out', 'arithmetic_choice_task', 'addition_task', 'three_number_task', 'format_task', 'Family',
            'get_family', 'held_out_tasks']
 
-# %% ../nbs/01_tasks.ipynb #10bfee6a
+# %% ../nbs/01_tasks.ipynb #e103072c
 import json, re, sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from random import Random
 from zlib import crc32
 
-# %% ../nbs/01_tasks.ipynb #ac9ea942
+# %% ../nbs/01_tasks.ipynb #f74e26cf
 @dataclass(frozen=True)
 class Task:
     "One prompt and what a verifier needs to judge a completion of it"
-    prompt:str               # Text the policy continues
-    answer:int|str           # What the verifier looks for
+    prompt:str|list          # Text the policy continues; or chat messages, `[{'role': 'user', 'content': ...}]`
+    answer:object            # What the verifier looks for
     options:tuple = ()       # The options named in the prompt, in its order, if there are any
     prefix:str = ''          # Tail of the prompt that is already part of the answer, such as `{"answer":`
+    fields:dict = field(default_factory=dict, hash=False)  # Whatever else the verifier needs
 
 # %% ../nbs/01_tasks.ipynb #8759088a
 _NUMBER = re.compile(r'((?<![^\W_])[+\-\u2212])?((?<![.\w])\.)?([0-9]++(?:[.,][0-9]++)*+)')  # possessive: nothing to backtrack to
@@ -96,23 +97,28 @@ def verify_format_content(
     value = json.JSONDecoder(parse_int=_Number, parse_float=_Number).raw_decode(task.prefix + completion)[0]['answer']
     return float(isinstance(value, _Number) == isinstance(task.answer, int) and value == str(task.answer))
 
-# %% ../nbs/01_tasks.ipynb #580f5661
+# %% ../nbs/01_tasks.ipynb #9ae8ba50
 class VerifierError(ValueError): "A verifier raised, or returned something that is not a finite number"
 
 def score(
-    verifier:Callable,  # `(task, completion) -> float`
-    task:Task,          # Handed to the verifier
-    completion:str,     # Handed to the verifier
-)->float:               # The verifier's finite number
+    verifier:Callable,   # `(task, completion) -> float`
+    task:Task,           # Handed to the verifier
+    completion:str,      # Handed to the verifier
+    failures:list=None,  # If given, a `VerifierError` is added to it and NaN returned, instead of raising it
+)->float:                # The verifier's finite number
     "Call a verifier and insist on a finite number"
     where = f'for the prompt {task.prompt!r} and the completion {completion!r}'
     name = getattr(verifier, '__name__', repr(verifier))
-    try: value = verifier(task, completion)
-    except (Exception, SystemExit) as e: raise VerifierError(f'{name} raised {type(e).__name__}: {e}, {where}') from e
-    number = value.item() if getattr(value, 'shape', None) == () else value   # a tensor or array of one number
-    if not isinstance(number, Real) or not abs(number) <= sys.float_info.max:
+    try:
+        try: value = verifier(task, completion)
+        except (Exception, SystemExit) as e: raise VerifierError(f'{name} raised {type(e).__name__}: {e}, {where}') from e
+        number = value.item() if getattr(value, 'shape', None) == () else value   # a tensor or array of one number
+        if isinstance(number, Real) and abs(number) <= sys.float_info.max: return float(number)
         raise VerifierError(f'{name} returned {value!r} {where}; a verifier returns a finite number, such as 0.0 or 1.0')
-    return float(number)
+    except VerifierError as e:
+        if failures is None: raise
+        failures.append(e)
+        return float('nan')
 
 # %% ../nbs/01_tasks.ipynb #99703e60
 def is_held_out(
@@ -188,7 +194,7 @@ def format_task(
             parts, question = (person, answer, things), f'The {person} has {answer} {things}. How many {things} does the {person} have?'
         if is_held_out(*parts) == held_out: return Task(f'{question} Reply in JSON. {prefix}', answer, prefix=prefix)
 
-# %% ../nbs/01_tasks.ipynb #fcc78599
+# %% ../nbs/01_tasks.ipynb #4c7243ff
 @dataclass(frozen=True)
 class Family:
     "A kind of task: how to make one, how to judge it, how long an answer may be"
@@ -196,6 +202,7 @@ class Family:
     verifier:Callable        # `(task, completion) -> float`
     max_new_tokens:int       # Completions are cut here
     chance:float|None = None # Pass rate of a policy that knows nothing, where there is one
+    held_out:tuple = ()      # Every task of the exam, where they are a list
 
 families = dict(
     arithmetic  = Family(arithmetic_choice_task, verify_arithmetic, 8, chance=.5),
@@ -211,7 +218,7 @@ def get_family(
     if name not in families: raise ValueError(f'unknown task {name!r}; known tasks: {", ".join(families)}')
     return families[name]
 
-# %% ../nbs/01_tasks.ipynb #58f13e7b
+# %% ../nbs/01_tasks.ipynb #866183df
 def held_out_tasks(
     family:Family,  # From `families`, or one of your own
     n:int = 200,    # How many different prompts
@@ -220,9 +227,13 @@ def held_out_tasks(
     "`n` different questions that are never trained on"
     if n < 1: raise ValueError(f'an exam needs at least 1 task, got n={n}')
     rng, exam, barren = Random(f'held-out {seed}'), {}, 0
+    if family.held_out:
+        if len(family.held_out) < n: print(f'the exam has all {len(family.held_out)} held-out tasks, fewer than {n}', file=sys.stderr)
+        return rng.sample(family.held_out, min(n, len(family.held_out)))
     while len(exam) < n and barren < 10_000:
         task = family.make(rng, held_out=True)
-        barren = barren + 1 if task.prompt in exam else 0
-        exam.setdefault(task.prompt, task)
+        key = str(task.prompt)                  # messages are a list, which no dictionary takes
+        barren = barren + 1 if key in exam else 0
+        exam.setdefault(key, task)
     if len(exam) == n: return list(exam.values())
     raise ValueError(f'found only {len(exam)} different held-out prompts, fewer than n={n}; ask for fewer')

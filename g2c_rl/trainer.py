@@ -37,7 +37,7 @@ def _trainable(model, reference):
                                     'pass a frozen copy, or reference=None to use the policy with its adapters off')
     return trainable
 
-# %% ../nbs/08_trainer.ipynb #a3412ddd
+# %% ../nbs/08_trainer.ipynb #4014a0b6
 class GRPOTrainer:
     "A simplified GRPO loop: group-relative REINFORCE with a KL leash, one update for each batch of fresh samples"
     def __init__(self,
@@ -53,16 +53,22 @@ class GRPOTrainer:
         max_grad_norm:float = 1.,    # Longer gradients are scaled down to this
         reference = None,            # Frozen reference policy (default: the policy with its adapters off)
         seed:int = 0,                # Seed of tasks and samples
+        kl_estimator:str = 'k3',     # The leash's estimate of the KL: `k2` or `k3`
+        kl_per_token:bool = False,   # Estimate it for each token and add up, instead of once from a completion's sum
+        on_error:str = 'stop',       # When a verifier fails: `stop`, or `skip` the completion and count it
     ):
         for name,value,low in (('k', k, 2), ('groups_per_step', groups_per_step, 1), ('max_new_tokens', max_new_tokens, 1)):
             if value < low: raise ValueError(f'{name} must be at least {low}, got {value}')
         if not 0 < lr < float('inf'): raise ValueError(f'lr must be positive and finite, got {lr}')
         if not 0 <= kl_coef < float('inf'): raise ValueError(f'kl_coef must be at least 0 and finite, got {kl_coef}')
         if not max_grad_norm > 0: raise ValueError(f'max_grad_norm must be positive, got {max_grad_norm}')
+        for name,value,known in (('kl_estimator', kl_estimator, ('k2', 'k3')), ('on_error', on_error, ('stop', 'skip'))):
+            if value not in known: raise ValueError(f'{name} must be {" or ".join(known)}, got {value!r}')
         self.parameters = _trainable(model, reference)
         self.model, self.tokenizer, self.make_task, self.verifier, self.reference = model, tokenizer, make_task, verifier, reference
         self.k, self.groups_per_step, self.max_new_tokens = k, groups_per_step, max_new_tokens
-        self.kl_coef, self.max_grad_norm = kl_coef, max_grad_norm
+        self.kl_coef, self.max_grad_norm, self.kl_estimator, self.kl_per_token = kl_coef, max_grad_norm, kl_estimator, kl_per_token
+        self.on_error, self.failures = on_error, []          # the latest step's `VerifierError`s
         self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=0.)
         self.rng, self.generator = Random(seed), torch.Generator().manual_seed(seed)
         self.history, self.batch = {}, None  # metrics by name, one value a step; the latest step's tasks, groups, rewards and advantages
@@ -75,7 +81,13 @@ def frozen(self:GRPOTrainer):
     policy = self.model if self.reference is None else self.reference
     with torch.no_grad(), eval_mode(policy), adapters_off(policy): yield policy
 
-# %% ../nbs/08_trainer.ipynb #ec42691a
+# %% ../nbs/08_trainer.ipynb #9a04dfbc
+@patch
+def _log_prob(self:GRPOTrainer, policy, group):
+    "Log-probs of a group's completions, (K,), or (K, T) token by token where the leash wants them"
+    return completion_log_prob(policy, group.ids, group.prompt_len, group.mask, per_token=self.kl_per_token)
+
+# %% ../nbs/08_trainer.ipynb #1be1983b
 @patch
 def train_step(self:GRPOTrainer)->dict[str, float]:
     "One rollout step: sample, verify, compare, and update if any group is informative"
@@ -84,41 +96,52 @@ def train_step(self:GRPOTrainer)->dict[str, float]:
         tasks = [self.make_task(self.rng) for _ in range(self.groups_per_step)]
         groups = sample_groups(self.model, self.tokenizer, [t.prompt for t in tasks], self.k, self.max_new_tokens, self.generator)
         clock.append(perf_counter())
-        rewards = torch.tensor([[score(self.verifier, t, c) for c in g.completions] for t,g in zip(tasks, groups)], dtype=torch.float64)
-        advantages = group_advantages(rewards)               # (G, K)
+        self.failures = []
+        failures = self.failures if self.on_error == 'skip' else None
+        rewards = torch.tensor([[score(self.verifier, t, c, failures) for c in g.completions] for t,g in zip(tasks, groups)],
+                               dtype=torch.float64)          # (G, K)
+        judged = ~rewards.isnan()
+        advantages = torch.zeros_like(rewards)               # (G, K)
+        for a,r,j in zip(advantages, rewards, judged):
+            if j.any(): a[j] = group_advantages(r[j])
         self.batch = tasks, groups, rewards, advantages
         live = [i for i,a in enumerate(advantages) if a.any()]
         self.optimizer.zero_grad()
         loss = kl = grad_norm = float('nan')
         if live:
             with self.frozen() as reference:
-                ref_logp = [completion_log_prob(reference, groups[i].ids, groups[i].prompt_len, groups[i].mask) for i in live]
+                ref_logp = [self._log_prob(reference, groups[i]) for i in live]
             clock.append(perf_counter())
             losses, kls = [], []
             for i,ref in zip(live, ref_logp):
-                g = groups[i]
-                logp = completion_log_prob(self.model, g.ids, g.prompt_len, g.mask)
-                losses.append(grpo_loss(logp, ref, advantages[i].to(logp.dtype).to(logp.device), self.kl_coef) / len(live))
-                kls.append(kl_estimate(logp.detach(), ref).mean() / len(live))
+                rows = judged[i].to(ref.device)
+                logp, ref = self._log_prob(self.model, groups[i])[rows], ref[rows]
+                a = advantages[i, judged[i]].to(logp.dtype).to(logp.device)
+                losses.append(grpo_loss(logp, ref, a, self.kl_coef, self.kl_estimator) / len(live))
+                kls.append(kl_estimate(*(x.detach().reshape(len(a), -1).sum(-1) for x in (logp, ref))).mean() / len(live))
                 losses[-1].backward()
             loss, kl = sum(l.item() for l in losses), sum(k.item() for k in kls)
             grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm, error_if_nonfinite=True).item()
             self.optimizer.step()
     return _metrics(groups, rewards, advantages, loss, kl, grad_norm, clock + [perf_counter()])
 
-# %% ../nbs/08_trainer.ipynb #6c6f563c
+# %% ../nbs/08_trainer.ipynb #6e1df648
 def _metrics(groups, rewards, advantages, loss, kl, grad_norm, clock):
     "The record of one step; NaN where nothing was measured"
-    dead = ~advantages.any(-1)
+    dead, judged = ~advantages.any(-1), ~rewards.isnan()
+    top = rewards.masked_fill(~judged, -float('inf')).amax(-1)        # a group's best; of a dead group, everybody's
+    groups_judged = [r[j] for r,j in zip(rewards, judged) if j.any()]
+    means, spreads = (torch.stack([f(r) for r in groups_judged] or [rewards.new_tensor(float('nan'))])
+                      for f in (torch.mean, lambda r: r.std() if len(r) > 1 else r.new_tensor(0.)))
     lengths = torch.cat([g.lengths for g in groups]).cpu().double()
     live = not dead.all()
     return dict(
-        reward_mean=rewards.mean().item(), reward_spread=rewards.std(-1).mean().item(),
-        reward_spread_between=rewards.mean(-1).std().item() if len(rewards) > 1 else float('nan'),
-        all_fail=float((dead & (rewards[:, 0] < 1)).sum()), all_pass=float((dead & (rewards[:, 0] >= 1)).sum()),
+        reward_mean=rewards[judged].mean().item(), reward_spread=spreads.mean().item(),
+        reward_spread_between=means.std().item() if len(means) > 1 else float('nan'),
+        all_fail=float((dead & (top < 1)).sum()), all_pass=float((dead & (top >= 1)).sum()),
         kl=kl, entropy=-sum(g.logp.sum().item() for g in groups) / lengths.sum().item(), loss=loss, grad_norm=grad_norm,
         completion_length=lengths.mean().item(), truncated=torch.cat([~g.finished for g in groups]).cpu().double().mean().item(),
-        tokens=lengths.sum().item(), updated=float(live), nonfinite=0.,
+        tokens=lengths.sum().item(), updated=float(live), nonfinite=0., verifier_errors=float((~judged).sum()),
         seconds_generate=clock[1]-clock[0], seconds_score=clock[2]-clock[1], seconds_update=clock[3]-clock[2] if live else float('nan'))
 
 # %% ../nbs/08_trainer.ipynb #2a4bfd25
@@ -135,7 +158,7 @@ def _cause(trainer):
     return (f'the gradient is not finite, and the step was not taken: {where}; '
             + (f'{len(lost)} completions, first {lost[0]}' if lost else 'every log-prob is finite, so a smaller lr or kl_coef may help'))
 
-# %% ../nbs/08_trainer.ipynb #6ba0318a
+# %% ../nbs/08_trainer.ipynb #f3f9a632
 @patch
 def train(self:GRPOTrainer,
     steps:int,                     # Rollout steps to take, at least 1
@@ -160,4 +183,5 @@ def evaluate(self:GRPOTrainer,
     verifier:Callable=None,  # Judge by this one instead of the training reward
 )->float:                    # Pass rate; for every answer and an interval, call `evaluate_policy`
     "Greedy pass rate on held-out tasks"
-    return evaluate_policy(self.model, self.tokenizer, tasks, verifier or self.verifier, self.max_new_tokens).pass_rate
+    failures = [] if self.on_error == 'skip' else None
+    return evaluate_policy(self.model, self.tokenizer, tasks, verifier or self.verifier, self.max_new_tokens, failures=failures).pass_rate
