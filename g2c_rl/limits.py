@@ -78,7 +78,7 @@ def _serve(verifier, memory_mb, pipe, lifeline):
     except BaseException: status = 1
     finally: os._exit(status)                                                      # nothing that the parent would do at its end
 
-# %% ../nbs/10_limits.ipynb #2513d62e
+# %% ../nbs/10_limits.ipynb #941a5e5a
 _workers = WeakSet()
 
 def _forget():
@@ -88,7 +88,7 @@ def _forget():
         w.pipe.close(); w.lifeline.close()
 
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_forget)
-Finalize(None, lambda: [w.end() for w in list(_workers)], exitpriority=0)     # at the end of Python, before it waits for its children
+Finalize(None, lambda all: [w.end() for w in list(all)], [_workers], exitpriority=0)   # at the end of Python
 
 # %% ../nbs/10_limits.ipynb #871fa573
 @contextmanager
