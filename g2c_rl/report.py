@@ -223,8 +223,9 @@ def _exam_row(name, exam, chance):
 def _changed(exam):
     "Answers that became right, and answers that became wrong"
     pairs = list(zip(exam['before']['answers'], exam['after']['answers']))
-    won = [(a, b) for a,b in pairs if a['score'] < 1 <= b['score']]
-    lost = [(a, b) for a,b in pairs if b['score'] < 1 <= a['score']]
+    right = lambda answer: (answer['score'] or 0) >= 1                       # an answer that could not be judged is not
+    won = [(a, b) for a,b in pairs if right(b) and not right(a)]
+    lost = [(a, b) for a,b in pairs if right(a) and not right(b)]
     text = f'<p>{len(won)} answers became right, {len(lost)} became wrong, {len(pairs) - len(won) - len(lost)} stayed what they were.</p>'
     if not won + lost: return text
     code = lambda answer: f'<code>{_safe(answer["completion"])}</code>'
@@ -311,7 +312,7 @@ def _samples(run):
         f'{shown} of {run["total"]:,} completions are on this page: the first groups of {steps} steps at even distances. ' \
         'What was left out is in samples.jsonl.'
     options = lambda **texts: ''.join(f'<option value="{v}">{t}</option>' for v,t in texts.items())
-    rewards, kinds = options(ok='1 or more', part='between', fail='0 or less'), options(live='informative', dead='degenerate')
+    rewards, kinds = options(ok='1 or more', part='between', fail='0 or less', none='not judged'), options(live='informative', dead='degenerate')
     return f'''<p class=note>{note}</p><div class=filters role=search aria-label="Filter completions">
 <div><label for=f-step>Step</label><select id=f-step><option value="">all</option></select></div>
 <div><label for=f-reward>Reward</label><select id=f-reward><option value="">any</option>{rewards}</select></div>
@@ -446,7 +447,7 @@ function curves({steps, frame, values}) {
 
 function samples(groups) {
   const filters = ['f-step', 'f-reward', 'f-dead', 'f-text'].map($), button = $('more'), page = 6
-  const kind = reward => reward >= 1 ? 'ok' : reward > 0 ? 'part' : 'fail'
+  const kind = reward => reward === null ? 'none' : reward >= 1 ? 'ok' : reward > 0 ? 'part' : 'fail'
   const line = ([text, reward, advantage, logp, tokens, cut]) => {
     const row = make('tr'), cell = make('td')
     cell.append(make('code', text || '(empty)'))
