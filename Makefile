@@ -14,10 +14,10 @@ INSTALL     = $(BIN)/python -m pip --disable-pip-version-check install --constra
               | sed -unE 's/^(Collecting [^ ;<>=!~]+).*/  \1/p'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lab notebooks export docs preview baselm
+.PHONY: help demo test test-slow lab notebooks experiments export docs preview baselm
 
 help:        ## list these commands
-	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 demo: $(VENV)/.run        ## train the small model with GRPO and show held-out prompts before and after
 	@$(BIN)/g2c-rl train arithmetic $(ARGS)
@@ -25,11 +25,17 @@ demo: $(VENV)/.run        ## train the small model with GRPO and show held-out p
 test: $(VENV)/.dev        ## all the tests: notebooks, package, exercises, site
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
 
+test-slow: $(VENV)/.dev   ## the tests that need the package index and minutes: the real model
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)
+
 lab: $(VENV)/.dev         ## open the notebooks in JupyterLab
 	@$(BIN)/jupyter lab nbs
 
 notebooks: $(VENV)/.dev   ## run the notebooks and save their outputs (ARGS=nbs/05_loss.ipynb for one)
 	@$(BIN)/python tools/run_nbs.py $(ARGS)
+
+experiments: $(VENV)/.dev ## run every experiment whose history is missing (ARGS=sloppy_verifier for one)
+	@$(BIN)/g2c-rl experiment $(or $(ARGS),all)
 
 export: $(VENV)/.dev      ## write the package and README.md from the notebooks, and clean the notebooks
 	@$(BIN)/nbdev_clean && $(BIN)/nbdev_export && $(BIN)/python tools/readme.py && $(BIN)/python tools/exercise.py

@@ -12,6 +12,7 @@ from threading import Thread
 
 import yaml
 from fastcore.script import call_parse
+from finish import describe, expand_sidebar, finish
 from markdown_it import MarkdownIt
 from nbdev.config import get_config
 from nbdev.serve import proc_nbs
@@ -165,15 +166,14 @@ def output_name(path, nb):
 def flat_config(proc, names):
     "The site's configuration in one piece, with globs in the sidebar expanded and pages under their new names"
     config = yaml.safe_load((proc.parent/'_quarto.yml').read_text(encoding='utf-8'))
-    config['website'] |= yaml.safe_load((proc/'nbdev.yml').read_text(encoding='utf-8'))['website']
-    def rename(entry):
-        if isinstance(entry, dict): return {k: expand(v) if k == 'contents' else rename(v) if k == 'href' else v for k,v in entry.items()}
-        return names.get(Path(entry), Path(entry)).as_posix()
-    def expand(contents):
-        if isinstance(contents, str): contents = [p.relative_to(proc) for p in sorted(proc.glob(contents.lstrip('/')))]
-        return [rename(e) for e in contents]
     web = config['website']
-    web['sidebar']['contents'] = expand(web['sidebar']['contents'])
+    web |= yaml.safe_load((proc/'nbdev.yml').read_text(encoding='utf-8'))['website']
+    contents, new_name = [], lambda p: names.get(p, p).as_posix()
+    for entry,paths in expand_sidebar(config, proc):
+        if 'href' in entry: entry['href'] = new_name(Path(entry['href']))
+        if 'contents' in entry: entry['contents'] = [n for n in map(new_name, paths) if n != entry.get('href')]
+        contents.append(entry)
+    web['sidebar']['contents'] = contents
     for key in ('bibliography', 'link-citations', 'execute'): del config[key]
     for key in ('html-math-method', 'grid'): del config['format']['html'][key]
     del config['project']['render']
@@ -210,7 +210,9 @@ def render_quarto(proc, cfg): subprocess.run(['quarto', 'render', '--no-cache'],
 def build_site(cfg):
     "Process, render, and put the finished site in place of the last one"
     proc = process(cfg)
+    pages = describe(proc)
     (render_quarto if shutil.which('quarto') else render_small)(proc, cfg)
+    finish(proc/'_docs', pages, cfg)
     shutil.rmtree(cfg.doc_path, ignore_errors=True)
     shutil.move(proc/'_docs', cfg.doc_path)
 
@@ -220,7 +222,7 @@ def serve(cfg, port):
     server = ThreadingHTTPServer(('127.0.0.1', port), partial(quiet, directory=cfg.doc_path))
     Thread(target=server.serve_forever, daemon=True).start()
     print(f'Serving http://127.0.0.1:{server.server_port} (Ctrl-C stops it)', flush=True)
-    kinds = ('.ipynb', '.py', '.css', '.bib', '.png')
+    kinds = ('.ipynb', '.py', '.css', '.js', '.bib', '.png')
     stamp = lambda: max(f.stat().st_mtime for d in (cfg.nbs_path, cfg.lib_path) for f in d.rglob('*') if f.suffix in kinds)
     last = stamp()
     while True:

@@ -6,7 +6,7 @@
 __all__ = ['Config', 'RMSNorm', 'rope_angles', 'rotate', 'attend', 'Cache', 'Attention', 'MLP', 'Block', 'Decoder', 'CausalLM',
            'save_lm', 'load_model', 'load_lm', 'load_baselm']
 
-# %% ../../nbs/baselm/01_model.ipynb #330f7257
+# %% ../../nbs/baselm/01_model.ipynb #a6e9f699
 import json
 from dataclasses import dataclass
 from importlib.resources import files
@@ -14,13 +14,14 @@ from pathlib import Path
 
 import torch
 from fastcore.basics import patch
-from safetensors.torch import load_file, save
+from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .tokenizer import Tokenizer
 
-# %% ../../nbs/baselm/01_model.ipynb #588c4b6e
+# %% ../../nbs/baselm/01_model.ipynb #571f4ce2
 @dataclass
 class Config:
     "The shape of a model"
@@ -34,6 +35,7 @@ class Config:
     rope_theta:float = 10000.   # Slowest rotation turns once in about this many positions, times 2 pi
     norm_eps:float = 1e-5       # Keeps the norm of a zero vector finite
     tied:bool = True            # Is the output matrix the embedding, transposed?
+    bias:bool = False           # Do the projections around attention add a vector? Some Llamas do
 
     @property
     def head_dim(self): return self.dim // self.heads
@@ -125,7 +127,7 @@ def select(self:Cache,
     "Keep some rows: those that are still writing."
     return self._each(lambda t: t[rows])
 
-# %% ../../nbs/baselm/01_model.ipynb #8837b58d
+# %% ../../nbs/baselm/01_model.ipynb #66f45a54
 class Attention(nn.Module):
     "Project, turn, look back, project."
     def __init__(self,
@@ -134,10 +136,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         wide, narrow = config.heads*self.head_dim, config.kv_heads*self.head_dim
-        self.q_proj = nn.Linear(config.dim, wide,   bias=False)
-        self.k_proj = nn.Linear(config.dim, narrow, bias=False)
-        self.v_proj = nn.Linear(config.dim, narrow, bias=False)
-        self.o_proj = nn.Linear(wide, config.dim,   bias=False)
+        self.q_proj = nn.Linear(config.dim, wide,   bias=config.bias)
+        self.k_proj = nn.Linear(config.dim, narrow, bias=config.bias)
+        self.v_proj = nn.Linear(config.dim, narrow, bias=config.bias)
+        self.o_proj = nn.Linear(wide, config.dim,   bias=config.bias)
 
     def forward(self, x, cos, sin, mask=None, keep=None):
         q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
@@ -244,12 +246,12 @@ def new_cache(self:CausalLM)->Cache:
     "An empty cache for this model."
     return Cache(self.config.layers)
 
-# %% ../../nbs/baselm/01_model.ipynb #3a9c0ce5
+# %% ../../nbs/baselm/01_model.ipynb #fc9bfc44
 _HF_NAMES = dict(vocab='vocab_size', dim='hidden_size', layers='num_hidden_layers', heads='num_attention_heads',
                  kv_heads='num_key_value_heads', hidden='intermediate_size', context_length='max_position_embeddings',
-                 rope_theta='rope_theta', norm_eps='rms_norm_eps', tied='tie_word_embeddings')
+                 rope_theta='rope_theta', norm_eps='rms_norm_eps', tied='tie_word_embeddings', bias='attention_bias')
 
-# %% ../../nbs/baselm/01_model.ipynb #abd5768f
+# %% ../../nbs/baselm/01_model.ipynb #84f7cc47
 @patch
 def to_hf(self:Config)->dict:
     "The `config.json` of a Hugging Face Llama of this shape."
@@ -264,7 +266,8 @@ def from_hf(cls:Config,
     if saved.get('model_type') != 'llama': raise ValueError(f"expected model_type 'llama', got {saved.get('model_type')!r}")
     rope = saved.get('rope_parameters') or saved.get('rope_scaling') or {}
     if rope.get('rope_type', rope.get('type', 'default')) != 'default': raise ValueError(f'scaled RoPE is not supported: {rope}')
-    if saved.get('attention_bias') or saved.get('mlp_bias'): raise ValueError('biases in attention or MLP are not supported')
+    if saved.get('mlp_bias'): raise ValueError('biases in the MLP are not supported')
+    if (act := saved.get('hidden_act', 'silu')) != 'silu': raise ValueError(f'the MLP needs silu, not {act}')
     defaults = dict(num_key_value_heads=saved['num_attention_heads'], tie_word_embeddings=False, rope_theta=rope.get('rope_theta', 10000.))
     saved = defaults | saved
     config = cls(**{ours: saved[theirs] for ours,theirs in _HF_NAMES.items() if theirs in saved})
@@ -287,19 +290,31 @@ def save_lm(
     (folder/'model.safetensors').write_bytes(save(halves, metadata=dict(format='pt')))
     tokenizer.save(folder/'tokenizer.json')
 
-# %% ../../nbs/baselm/01_model.ipynb #a7e1f4d0
+# %% ../../nbs/baselm/01_model.ipynb #7c27c352
+def _shards(folder):
+    "The files that hold the weights"
+    index, whole = folder/'model.safetensors.index.json', folder/'model.safetensors'
+    if whole.exists() or not index.exists(): return [whole] if whole.exists() else []
+    return [folder/name for name in sorted(set(json.loads(index.read_text(encoding='utf-8'))['weight_map'].values()))]
+
+def _wanted(name, config):
+    "Neither a second copy of tied weights nor the table of rotations that old checkpoints carry"
+    return not (config.tied and name == 'lm_head.weight') and not name.endswith('rotary_emb.inv_freq')
+
+# %% ../../nbs/baselm/01_model.ipynb #3e23c0d3
 def load_model(
-    folder:str|Path,                  # Holds `config.json` and `*.safetensors`
+    folder:str|Path,                  # Holds `config.json` and `model.safetensors`, or shards of it with an index
     dtype:torch.dtype=torch.float32,  # Of the parameters
 )->CausalLM:                          # In eval mode, on the CPU
     "Read a Llama-family model."
     folder = Path(folder)
-    shards = sorted(folder.glob('*.safetensors'))
+    shards = _shards(folder)
     if not (folder/'config.json').exists() or not shards:
-        raise FileNotFoundError(f'no model in {folder}: it needs config.json and *.safetensors')
-    config = Config.from_hf(json.loads((folder/'config.json').read_text()))
-    weights = {name: w.to(dtype) for shard in shards for name,w in load_file(shard).items()}
-    if config.tied: weights.pop('lm_head.weight', None)
+        raise FileNotFoundError(f'no model in {folder}: it needs config.json and model.safetensors')
+    config = Config.from_hf(json.loads((folder/'config.json').read_text(encoding='utf-8')))
+    weights = {}
+    for shard in shards:
+        with safe_open(shard, 'pt') as f: weights |= {name: f.get_tensor(name).to(dtype) for name in f.keys() if _wanted(name, config)}
     with torch.device('meta'): model = CausalLM(config)   # no memory and no random numbers spent on weights about to be replaced
     if wrong := sorted(weights.keys() ^ model.state_dict().keys()):
         raise ValueError(f'{folder} does not hold this Llama: {len(wrong)} parameters missing or unknown, first {wrong[0]}')
