@@ -76,8 +76,8 @@ def left_pad(
     pad = torch.tensor([max(map(len, prompts)) - len(p) for p in prompts])
     return torch.tensor([[0]*n + p for n,p in zip(pad.tolist(), prompts)], device=device), pad.to(device)
 
-# %% ../nbs/02_sampling.ipynb #84a1e4ca
-def _decode(model, prompts, k, max_new_tokens, eos_id, uniforms, device):
+# %% ../nbs/02_sampling.ipynb #cde500f0
+def _decode(model, prompts, k, max_new_tokens, stops, uniforms, device):
     "Tokens, log-probs (n, T), lengths and ends (n,) of k rows per prompt, n in all; greedy where `uniforms` is None"
     n = len(prompts)*k
     tokens = torch.zeros(n, max_new_tokens, dtype=torch.long, device=device)
@@ -91,7 +91,7 @@ def _decode(model, prompts, k, max_new_tokens, eos_id, uniforms, device):
         drawn = logits.argmax(-1) if uniforms is None else draw(logits, uniforms[writing, t])
         tokens[writing, t] = drawn
         logp[writing, t] = logits.log_softmax(-1).gather(-1, drawn[:, None])[:, 0]
-        ended = drawn == eos_id
+        ended = torch.isin(drawn, stops)
         finished[writing[ended]], lengths[writing[ended]] = True, t + 1
         on = (~ended).nonzero()[:, 0]
         writing = writing[on]
@@ -130,7 +130,7 @@ def _check(model, prompts, k, max_new_tokens, temperature):
         raise ValueError(f'a prompt of {longest} tokens and {max_new_tokens} new ones do not fit the context of {limit}; '
                          'shorten the prompt or lower max_new_tokens')
 
-# %% ../nbs/02_sampling.ipynb #10a2510c
+# %% ../nbs/02_sampling.ipynb #f37c00c4
 @torch.no_grad()
 def _generate(model, tokenizer, prompts, k, max_new_tokens, temperature=1.0, generator=None, greedy=False):
     "One `GroupSample` for each prompt"
@@ -142,7 +142,8 @@ def _generate(model, tokenizer, prompts, k, max_new_tokens, temperature=1.0, gen
         where = generator.device if generator is not None else 'cpu'
         uniforms = torch.rand(len(prompts)*k, max_new_tokens, generator=generator, device=where, dtype=torch.float64)
         uniforms = uniforms.to(device, torch.float32 if device.type == 'mps' else torch.float64)
-    decode = lambda prompts, u: _decode(model, prompts, k, max_new_tokens, tokenizer.eos_id, u, device)
+    stops = torch.tensor(getattr(tokenizer, 'stop_ids', [tokenizer.eos_id]), device=device)    # some models have several
+    decode = lambda prompts, u: _decode(model, prompts, k, max_new_tokens, stops, u, device)
     with eval_mode(model):
         if hasattr(model, 'new_cache'): columns = decode(encoded, uniforms)
         else: columns = map(torch.cat, zip(*[decode([p], None if greedy else uniforms[i*k:i*k+k]) for i,p in enumerate(encoded)]))
