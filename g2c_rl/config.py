@@ -5,28 +5,41 @@
 # %% auto #0
 __all__ = ['RunConfig']
 
-# %% ../nbs/20_config.ipynb #e1b75c3d
+# %% ../nbs/20_config.ipynb #c135ca41
 from dataclasses import dataclass
-from .tasks import get_family
+from .data import load_family
+from .tasks import Family
 
-# %% ../nbs/20_config.ipynb #92cb6c03
+# %% ../nbs/20_config.ipynb #5dd7dbbb
 @dataclass(frozen=True)
 class RunConfig:
     "What is trained, on what, and how; two runs with equal settings on one machine are equal"
-    task:str                  # family of tasks to train on
-    model:str = 'baselm'      # policy to start from
+    task:str                  # family of tasks to train on: its name, a .jsonl file, or FILE.py:NAME
+    model:str = 'baselm'      # policy to start from: baselm, smollm2-135m, or a hub name or folder
+    adapter:str = ''          # folder of an adapter to start from, which is then the reference too; its rank goes before `rank`
+    verifier:str = ''         # the reward instead of the task's own: a ready-made verifier's name, or FILE.py:FUNCTION
+    max_new_tokens:int = 0    # where completions are cut, in tokens; 0 for the task's own limit
     steps:int = 120           # rollout steps
     k:int = 8                 # completions in a group
     groups_per_step:int = 8   # prompts in a step
     kl_coef:float = .05       # strength of the leash to the frozen base
+    kl_estimator:str = 'k3'   # how the leash estimates the KL: k2 or k3
+    kl_per_token:bool = False # estimate the KL for each token and add up, instead of once for a completion
     lr:float = 2e-3           # learning rate of AdamW
     rank:int = 8              # rank of the LoRA adapters
     seed:int = 0              # seed of adapters, tasks and samples
     device:str = 'auto'       # auto, cpu, cuda or mps
     exam_size:int = 200       # held-out questions asked before and after
-    skip_nonfinite:bool = False  # leave out and count updates whose gradient is not finite, instead of stopping
+    skip_nonfinite:bool = False    # leave out and count updates whose gradient is not finite, instead of stopping
+    on_error:str = 'stop'          # when a verifier fails: stop, or skip that completion and count it
+    verifier_seconds:float = 0.    # time limit for judging one completion, in seconds; 0 for none
+    verifier_memory_mb:int = 0     # memory limit for judging, in MB beyond what the process has; 0 for none
 
     def __post_init__(self):
-        get_family(self.task)
-        for name in ('steps', 'exam_size'):
-            if getattr(self, name) < 1: raise ValueError(f'{name} must be at least 1, got {getattr(self, name)}')
+        for name,low in dict(steps=1, exam_size=1, max_new_tokens=0, verifier_seconds=0, verifier_memory_mb=0).items():
+            if not getattr(self, name) >= low: raise ValueError(f'{name} must be at least {low}, got {getattr(self, name)}')
+        self.family()
+
+    def family(self)->Family:
+        "The tasks, their verifier and how long an answer may be"
+        return load_family(self.task, self.verifier, self.max_new_tokens)
