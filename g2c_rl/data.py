@@ -78,7 +78,7 @@ def read_tasks(
     if not seen: raise ValueError(f'{name} has no rows; write one object with `prompt` and `answer` in each line')
     return [task for task,_ in seen.values()]
 
-# %% ../nbs/12_data.ipynb #7f66de21
+# %% ../nbs/12_data.ipynb #6bd11d3d
 def split_tasks(
     tasks:list[Task],                # As `read_tasks` gives them
 )->tuple[list[Task], list[Task]]:    # For training, and for the exam
@@ -88,7 +88,8 @@ def split_tasks(
     train, exam = [t for t in tasks if not examined(t)], [t for t in tasks if examined(t)]
     if not train or not exam:
         raise ValueError(f'of {len(tasks)} different prompts {len(train)} are left to train on and {len(exam)} for the exam, '
-                         'and both need at least 1; ' + ('mark others with "split": "test"' if marked else 'add rows, or mark some with "split": "test"'))
+                         'and both need at least 1; '
+                         + ('mark others with "split": "test"' if marked else 'add rows, or mark some with "split": "test"'))
     return train, exam
 
 # %% ../nbs/12_data.ipynb #cc3a39b8
