@@ -15,12 +15,13 @@ from .config import RunConfig
 from .data import load_verifier
 from .tasks import families
 
-# %% ../nbs/34_cli.ipynb #895165ab
+# %% ../nbs/34_cli.ipynb #4b657f7d
 def _add_settings(parser, names):
     "Flags for fields of `RunConfig`; what is not given stays out, since the default is the record's own"
     comments = docments(RunConfig)
     parser.add_argument('task', nargs='?', default=SUPPRESS, help=f'{comments["task"]}; names: {", ".join(families)}')
-    parser.add_argument('--data', dest='task', default=SUPPRESS, help='the task, as a .jsonl file with prompt and answer in each line', metavar='FILE')
+    parser.add_argument('--data', dest='task', default=SUPPRESS, metavar='FILE',
+                        help='the task, as a .jsonl file with prompt and answer in each line')
     for field in (f for f in fields(RunConfig) if f.name in names):
         flag, help = '--' + field.name.replace('_', '-'), comments[field.name]
         flags = (flag, '--group-size') if field.name == 'k' else (flag,)
@@ -88,7 +89,7 @@ def make_parser()->ArgumentParser:
     for add in (_add_training, _add_reading, _add_models): add(commands)
     return parser
 
-# %% ../nbs/34_cli.ipynb #11464be5
+# %% ../nbs/34_cli.ipynb #d1903d82
 def _given(args, need_task):
     "The settings that were typed"
     given = {f.name: getattr(args, f.name) for f in fields(RunConfig) if f.name in args}
@@ -117,8 +118,8 @@ def _compare(args):
     print(compare_runs(*args.runs, out=args.out))
 
 def _audit(args):
-    from g2c_rl.audit import audit_run
-    print(audit_run(args.run, load_verifier(args.verifier), out=args.out))
+    from g2c_rl.audit import write_audit
+    print(write_audit(args.run, load_verifier(args.verifier), args.out))
 
 def _check(args):
     given = _given(args, True)

@@ -149,13 +149,15 @@ def load_verifier(
     except ValueError: pass                                 # nothing is known about the arguments of some built-in functions
     return verifier
 
-# %% ../nbs/12_data.ipynb #8e7b760a
+# %% ../nbs/12_data.ipynb #78fc245c
 def _builder(make, name):
     "A builder `(rng, held_out=False) -> Task` from a function of one's own"
     try: parameters = inspect.signature(make).parameters
     except (TypeError, ValueError): raise ValueError(f'{name} is {_short(make)}; a builder is a function (rng, held_out) -> Task') from None
     def one(rng, **which):
-        task = make(rng, **which)
+        try: task = make(rng, **which)
+        except Exception as e:
+            raise ValueError(f'{name} raised {type(e).__name__}: {e}; it is called as a builder, (rng, held_out) -> Task') from e
         if isinstance(task, dict): task = _task(task, name)
         if hasattr(task, 'prompt'): return task
         raise ValueError(f'{name} must return a Task, or a dictionary with `prompt` and `answer`, got {_short(task)}')

@@ -51,18 +51,18 @@ def prompt_text(prompt):
     "A prompt as people read it, also when it is a list of chat messages"
     return prompt if isinstance(prompt, str) else '\n'.join(f'{m["role"]}: {m["content"]}' for m in prompt)
 
-# %% ../nbs/27_runs.ipynb #268b0e87
+# %% ../nbs/27_runs.ipynb #6bee9449
 def sample_records(
     trainer,           # A `GRPOTrainer` that has taken a step
     step:int,          # Number of that step
 )->list[dict]:         # One record for each completion
     "The latest batch of a trainer, completion by completion"
     tasks, groups, rewards, advantages = trainer.batch
-    return [dict(step=step, group=i, prompt=prompt_text(task.prompt), completion=g.completions[j], reward=rewards[i, j].item(),
-                 advantage=advantages[i, j].item(), logp=g.logp[j].item(), tokens=g.lengths[j].item(), truncated=not g.finished[j].item())
+    return [dict(step=step, group=i, prompt=prompt_text(task.prompt), completion=g.completions[j],
+                 reward=rewards[i, j].item(), advantage=advantages[i, j].item(), logp=g.logp[j].item(), tokens=g.lengths[j].item(), truncated=not g.finished[j].item())
             for i,(task,g) in enumerate(zip(tasks, groups)) for j in range(len(g.completions))]
 
-# %% ../nbs/27_runs.ipynb #6bb4c34a
+# %% ../nbs/27_runs.ipynb #a5d70dd4
 def token_records(
     trainer,           # A `GRPOTrainer` that has taken a step
     step:int,          # Number of that step
@@ -81,7 +81,8 @@ def token_records(
             [dict(text=text(t), mask=1, logp=old[j], new_logp=new[k][j], ref_logp=ref[k][j]) if mask[j] else dict(text='padding') | blank
              for j,t in enumerate(ids[g.prompt_len:])]
             for k,(ids,mask,old) in enumerate(zip(g.ids.tolist(), g.mask.tolist(), g.token_logp.tolist()))]
-    return dict(step=step, group=i, prompt=prompt_text(tasks[i].prompt), reward=rewards[i].tolist(), advantage=advantages[i].tolist(), rows=rows)
+    return dict(step=step, group=i, prompt=prompt_text(tasks[i].prompt), reward=rewards[i].tolist(),
+                advantage=advantages[i].tolist(), rows=rows)
 
 # %% ../nbs/27_runs.ipynb #6bc8942b
 def sampler_gap(
@@ -124,7 +125,7 @@ class Progress:
         if self.live: print(f'\r\x1b[K{line}', end='\n' if last else '', file=self.out, flush=True)
         elif last or self.done % max(1, self.steps//10) == 0: print(line, file=self.out, flush=True)
 
-# %% ../nbs/27_runs.ipynb #9bcb3f39
+# %% ../nbs/27_runs.ipynb #43d44f36
 @contextmanager
 def _locked(folder):
     "Hold a folder for one run; where the system has no such locks, trust"
@@ -133,7 +134,8 @@ def _locked(folder):
     with open(folder/'.lock', 'w') as f:
         try: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError: raise FileExistsError(f'{folder} is in use by another run; wait for it or choose another folder') from None
-        yield
+        try: yield
+        finally: fcntl.flock(f, fcntl.LOCK_UN)              # also if a verifier's worker still has the file open
 
 # %% ../nbs/27_runs.ipynb #34bf499c
 class _Stop(Exception): "Raised between two steps, when everything is in order"
@@ -165,7 +167,7 @@ class RunResult:
     interrupted:bool       # Ended by Ctrl-C
     seconds:float          # Of training, without exams, since it was started or resumed
 
-# %% ../nbs/27_runs.ipynb #c16a024c
+# %% ../nbs/27_runs.ipynb #acd38455
 def _free_folder(config):
     "The first of runs/TASK, runs/TASK-2, ... that holds no run"
     name = config.task.split(':')[-1] if '.py:' in config.task else Path(config.task).stem
@@ -184,8 +186,8 @@ def _make(config):
     exam = held_out_tasks(family, config.exam_size)
     model, tokenizer = load_policy(config.model, device, config.adapter)
     if not config.adapter: add_lora(model, config.rank, seed=config.seed)
-    trainer = GRPOTrainer(model, tokenizer, family.make, _judge(config, family.verifier), max_new_tokens=family.max_new_tokens, on_error=config.on_error,
-                          **{name: getattr(config, name) for name in ('k', 'groups_per_step', 'kl_coef', 'kl_estimator', 'kl_per_token', 'lr', 'seed')})
+    same = {name: getattr(config, name) for name in 'k groups_per_step kl_coef kl_estimator kl_per_token lr seed on_error'.split()}
+    trainer = GRPOTrainer(model, tokenizer, family.make, _judge(config, family.verifier), max_new_tokens=family.max_new_tokens, **same)
     return family, trainer, exam
 
 def _examine(trainer, exam):
@@ -209,7 +211,8 @@ def _files(config):
 def _about(config, trainer):
     "The contents of config.json"
     trained, total = trainable_parameters(trainer.model)
-    return dict(config=asdict(config), files=_files(config), versions=dict(g2c_rl=__version__, torch=torch.__version__, python=python_version()),
+    versions = dict(g2c_rl=__version__, torch=torch.__version__, python=python_version())
+    return dict(config=asdict(config), files=_files(config), versions=versions,
                 device=str(next(trainer.model.parameters()).device), trainable_parameters=trained, parameters=total)
 
 # %% ../nbs/27_runs.ipynb #75c89adf
