@@ -175,7 +175,7 @@ def flat_config(proc, names):
         contents.append(entry)
     web['sidebar']['contents'] = contents
     for key in ('bibliography', 'link-citations', 'execute'): del config[key]
-    for key in ('html-math-method', 'grid'): del config['format']['html'][key]
+    for key in ('html-math-method', 'grid', 'respect-user-color-scheme'): del config['format']['html'][key]
     del config['project']['render']
     return config
 

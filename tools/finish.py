@@ -11,7 +11,7 @@ from textwrap import fill
 
 import yaml
 
-WORDS, CODE, EQUATION, FIGURE = 220, 5, 10, 15      # words a minute; seconds for a line of code, a displayed equation, a figure
+WORDS, CODE, EQUATION, FIGURE = 220, 3, 10, 15      # words a minute; seconds for a line of code, a displayed equation, a figure
 LISTING = re.compile(r'^::: \{\.listing\}\n:::$', re.M)
 
 
