@@ -39,7 +39,7 @@ def _trainable(model, reference):
                                     'pass a frozen copy, or reference=None to use the policy with its adapters off')
     return trainable
 
-# %% ../nbs/08_trainer.ipynb #4014a0b6
+# %% ../nbs/08_trainer.ipynb #873c63d1
 class GRPOTrainer:
     "A simplified GRPO loop: group-relative REINFORCE with a KL leash, one update for each batch of fresh samples"
     def __init__(self,
@@ -73,6 +73,7 @@ class GRPOTrainer:
         self.on_error, self.failures = on_error, []          # the latest step's `VerifierError`s
         self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=0.)
         self.rng, self.generator = Random(seed), torch.Generator().manual_seed(seed)
+        self.steps_left = 0                  # of the present call of `train`
         self.history, self.batch = {}, None  # metrics by name, one value a step; the latest step's tasks, groups, rewards and advantages
 
 # %% ../nbs/08_trainer.ipynb #4e3105ab
@@ -197,7 +198,7 @@ def _whole_steps(trainer):
         hook.remove()
         _hold.__exit__()
 
-# %% ../nbs/08_trainer.ipynb #f6578439
+# %% ../nbs/08_trainer.ipynb #b302e8bf
 @patch
 def train(self:GRPOTrainer,
     steps:int,                     # Rollout steps to take, at least 1
@@ -207,7 +208,7 @@ def train(self:GRPOTrainer,
     "Take rollout steps and record them"
     if steps < 1: raise ValueError(f'steps must be at least 1, got {steps}')
     with _whole_steps(self):
-        for _ in range(steps):
+        for self.steps_left in reversed(range(steps)):
             try: metrics = self.train_step()
             except RuntimeError as e:
                 if 'non-finite' not in str(e): raise

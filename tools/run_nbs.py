@@ -13,11 +13,23 @@ os.environ.setdefault('SOURCE_DATE_EPOCH', '0')
 
 from execnb.nbio import read_nb, write_nb
 from execnb.shell import CaptureShell
+from IPython.core.displaypub import CapturingDisplayPublisher
 from nbdev.clean import nbdev_clean
 from nbdev.config import get_config
 from nbdev.doclinks import nbglob
 from nbdev.frontmatter import FrontmatterProc
 from nbdev.process import NBProcessor
+
+
+append = CapturingDisplayPublisher.publish
+
+def in_place(self, data, metadata=None, *args, transient=None, update=False, **kwargs):
+    "Publish as Jupyter does: an update takes the place of the display that has its id"
+    shown = [o for o in self.outputs if update and o['transient'] == transient]
+    for o in shown: o.update(data=data, metadata=metadata)
+    if not shown: append(self, data, metadata, *args, transient=transient, update=update, **kwargs)
+
+CapturingDisplayPublisher.publish = in_place
 
 
 def run_nb(path, skip):
