@@ -11,9 +11,8 @@ from nbdev.config import get_config
 SETUP = """#| hide
 # On Colab, fetch the repository and install the package; anywhere else this cell does nothing. (Written by tools/colab.py.)
 if 'google.colab' in str(get_ipython()):
-    !git clone -q --depth 1 --branch {branch} {url} /content/{repo}
-    %pip install -q /content/{repo}[smollm2]
-    %cd -q /content/{repo}/{folder}"""
+    get_ipython().system('git clone -q --depth 1 --branch {branch} {url} /content/{repo} && pip install -q /content/{repo}[smollm2]')
+    get_ipython().run_line_magic('cd', '-q /content/{repo}/{folder}')"""
 
 def cells(path, cfg):
     "The cells that belong after the title of the notebook at `path`, a path in the repository"
