@@ -5,17 +5,19 @@
 # %% auto #0
 __all__ = ['GRPOTrainer', 'NonFiniteError']
 
-# %% ../nbs/08_trainer.ipynb #b9bee59e
-import torch
+# %% ../nbs/08_trainer.ipynb #0b58b6f9
+import signal, torch
 from collections.abc import Callable
 from contextlib import contextmanager
 from fastcore.basics import patch
 from random import Random
+from threading import current_thread, main_thread
 from time import perf_counter
+from traceback import clear_frames
 from .advantages import group_advantages
 from .evaluation import evaluate_policy
 from .logprobs import completion_log_prob
-from .lora import LoRALinear, adapters_off, trainable_parameters
+from .lora import LoRALinear, adapters, adapters_off, trainable_parameters
 from .loss import grpo_loss, kl_estimate
 from .sampling import eval_mode, sample_groups
 from .tasks import score
@@ -158,7 +160,44 @@ def _cause(trainer):
     return (f'the gradient is not finite, and the step was not taken: {where}; '
             + (f'{len(lost)} completions, first {lost[0]}' if lost else 'every log-prob is finite, so a smaller lr or kl_coef may help'))
 
-# %% ../nbs/08_trainer.ipynb #f3f9a632
+# %% ../nbs/08_trainer.ipynb #04202a52
+class _Hold:
+    "Within the block, or from one `__enter__` to the next `__exit__`, Ctrl-C waits"
+    before, asked = None, False
+
+    def __enter__(self):
+        mine = current_thread() is main_thread() and signal.getsignal(signal.SIGINT) is not None   # elsewhere Ctrl-C does not come
+        if mine and self.before is None: self.before = signal.signal(signal.SIGINT, lambda *_: setattr(self, 'asked', True))
+
+    def __exit__(self, *_):
+        if self.before is None or current_thread() is not main_thread(): return
+        (before, self.before), (asked, self.asked) = (self.before, None), (self.asked, False)
+        signal.signal(signal.SIGINT, before)
+        if asked: signal.raise_signal(signal.SIGINT)
+
+_hold = _Hold()                                                        # one, as there is one Ctrl-C
+
+# %% ../nbs/08_trainer.ipynb #995ee778
+@contextmanager
+def _whole_steps(trainer):
+    "Whatever ends the block, Ctrl-C above all, leaves no step half done; from its update until it is recorded Ctrl-C waits"
+    policies, grad = [p for p in (trainer.model, trainer.reference) if p is not None], torch.is_grad_enabled()
+    modes = [(m, m.training) for p in policies for m in p.modules()]
+    enabled = [(m, m.enabled) for p in policies for m in adapters(p).values()]
+    hook = trainer.optimizer.register_step_pre_hook(lambda *_: _hold.__enter__())
+    try: yield
+    except BaseException as e:
+        _hold.__enter__()
+        if isinstance(e, KeyboardInterrupt): clear_frames(e.__traceback__)   # so that what blocks do at their end happens before this
+        torch.set_grad_enabled(grad)
+        for m,training in modes: m.training = training
+        for m,on in enabled: m.enabled = on
+        raise
+    finally:
+        hook.remove()
+        _hold.__exit__()
+
+# %% ../nbs/08_trainer.ipynb #f6578439
 @patch
 def train(self:GRPOTrainer,
     steps:int,                     # Rollout steps to take, at least 1
@@ -167,14 +206,16 @@ def train(self:GRPOTrainer,
 )->dict[str, list]:                # The history so far: one list for each metric
     "Take rollout steps and record them"
     if steps < 1: raise ValueError(f'steps must be at least 1, got {steps}')
-    for _ in range(steps):
-        try: metrics = self.train_step()
-        except RuntimeError as e:
-            if 'non-finite' not in str(e): raise
-            if not skip_nonfinite: raise NonFiniteError(_cause(self)) from e
-            metrics = _metrics(*self.batch[1:], *[float('nan')]*3, clock=[float('nan')]*4) | dict(updated=0., nonfinite=1.)
-        for name,value in metrics.items(): self.history.setdefault(name, []).append(value)
-        if callback: callback(self, metrics)
+    with _whole_steps(self):
+        for _ in range(steps):
+            try: metrics = self.train_step()
+            except RuntimeError as e:
+                if 'non-finite' not in str(e): raise
+                if not skip_nonfinite: raise NonFiniteError(_cause(self)) from e
+                metrics = _metrics(*self.batch[1:], *[float('nan')]*3, clock=[float('nan')]*4) | dict(updated=0., nonfinite=1.)
+            with _hold:
+                for name,value in metrics.items(): self.history.setdefault(name, []).append(value)
+            if callback: callback(self, metrics)
     return self.history
 
 @patch
