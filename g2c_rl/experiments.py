@@ -124,7 +124,7 @@ class Arm:
     probe:int = 0                                    # Sampled answers to each of them, before and after
     english:bool = False                             # Measure the loss on English before and after
 
-# %% ../nbs/30_experiments.ipynb #c58f2e4e
+# %% ../nbs/30_experiments.ipynb #11857571
 _sums = ('last', 'single')
 
 experiments = dict(
@@ -155,8 +155,10 @@ experiments = dict(
     scratchpad = {name: Arm(task, verifier, ('work', 'last', 'rough'), steps=60, groups_per_step=4) for name,task,verifier in (
         ('exact', 'three_numbers', ''), ('exact_brief', 'three_numbers', 'last_brief'),
         ('rough', 'rough_sum', ''), ('rough_brief', 'rough_sum', 'rough_brief'))},
-    curriculum = {name: Arm('bare_sum', steps=90 - 30*len(lessons), probe=8, exam_size=100, lessons=tuple((l, 30) for l in lessons))
-                  for name,lessons in dict(direct=(), hint=('full_hint',), withdrawn=('full_hint', 'half_hint')).items()}
+    curriculum = {name: Arm('bare_sum', '', (), lessons, steps=90 - 30*len(lessons), probe=8, exam_size=100)
+                  for name,lessons in dict(direct=(), hint=(('full_hint', 30),), withdrawn=(('full_hint', 30), ('half_hint', 30))).items()}
+        | {name: Arm('bare_sum', '', (), lessons, steps=120 - 40*len(lessons), k=4, groups_per_step=2, probe=8, exam_size=100)
+           for name,lessons in dict(few_direct=(), few_withdrawn=(('full_hint', 40), ('half_hint', 40))).items()}
         | {name: Arm('full_sum', '', ('work', 'last'), lessons, steps=80 - 40*len(lessons), k=4, groups_per_step=2, exam_size=100)
            for name,lessons in dict(strict=(), stricter=(('three_numbers', 40),)).items()},
     sweeps = {f'lr_{lr:g}': Arm('arithmetic', steps=40, lr=lr) for lr in (2e-4, 1e-3, 2e-3, 4e-3, 1e-2)}
