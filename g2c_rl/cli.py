@@ -29,7 +29,7 @@ def _add_settings(parser, names):
         else: parser.add_argument(*flags, type=field.type, default=SUPPRESS, metavar=field.type.__name__.upper(),
                                   help=f'{help} (default: {field.default!r})')
 
-# %% ../nbs/34_cli.ipynb #40bc0e1a
+# %% ../nbs/34_cli.ipynb #f79f7c4d
 _JUDGE = 'a ready-made verifier\'s name, or FILE.py:FUNCTION'
 
 def _add_training(commands):
@@ -42,8 +42,8 @@ def _add_training(commands):
     train.add_argument('--resume', help='go on with the run in this folder, from its newest checkpoint', metavar='FOLDER')
     train.add_argument('--allow-changes', action='store_true', help='with --resume: accept settings that differ from the run\'s own')
     check = commands.add_parser('check', help='sample a task before training on it: is there anything to learn from?')
-    _add_settings(check, ('model', 'verifier', 'max_new_tokens', 'k', 'device'))
-    check.add_argument('--n', type=int, default=50, help='questions (default: 50)', metavar='INT')
+    _add_settings(check, ('model', 'adapter', 'verifier', 'max_new_tokens', 'k', 'groups_per_step', 'rank', 'seed', 'device'))
+    check.add_argument('--n', type=int, default=32, help='questions (default: 32)', metavar='INT')
     experiment = commands.add_parser('experiment', help='make the missing histories of an experiment of the book')
     experiment.add_argument('name', help='an experiment\'s name, or all', metavar='NAME')
     experiment.add_argument('--seeds', type=int, default=5, help='runs of each arm (default: 5)', metavar='INT')
@@ -89,7 +89,7 @@ def make_parser()->ArgumentParser:
     for add in (_add_training, _add_reading, _add_models): add(commands)
     return parser
 
-# %% ../nbs/34_cli.ipynb #d1903d82
+# %% ../nbs/34_cli.ipynb #06df6055
 def _given(args, need_task):
     "The settings that were typed"
     given = {f.name: getattr(args, f.name) for f in fields(RunConfig) if f.name in args}
@@ -122,9 +122,15 @@ def _audit(args):
     print(write_audit(args.run, load_verifier(args.verifier), args.out))
 
 def _check(args):
-    given = _given(args, True)
+    config = RunConfig(**_given(args, True))
     from g2c_rl.check import check_task
-    print(check_task(RunConfig(**given), args.n))
+    from g2c_rl.lora import add_lora
+    from g2c_rl.policies import find_device, load_policy
+    model, tokenizer = load_policy(config.model, find_device(config.device), config.adapter)
+    if not config.adapter: add_lora(model, config.rank, seed=config.seed)
+    check = check_task(model, tokenizer, config.family(), args.n, config.k, config.groups_per_step, config.seed)
+    print(check)
+    return 1 if check.pointless else 0
 
 def _merge(args):
     from g2c_rl.runs import merge_run
@@ -158,10 +164,10 @@ def _baselm(args):
 _deeds = dict(train=_train, check=_check, experiment=_experiment, evaluate=_evaluate, report=_report, compare=_compare, audit=_audit,
               fetch=_fetch, merge=_merge, baselm=_baselm, learn=_learn)
 
-# %% ../nbs/34_cli.ipynb #2f3dd410
+# %% ../nbs/34_cli.ipynb #6b7f48ed
 def main(
     argv:list[str]=None,  # Words after `g2c-rl` (default: those that were typed)
-)->int:                   # Exit status: 0, 2 for bad input, 130 for Ctrl-C
+)->int:                   # Exit status: 0, 1 if a check advises against a run, 2 for bad input, 130 for Ctrl-C
     "Run one command"
     args = make_parser().parse_args(argv)
     try: return _deeds[args.command](args) or 0

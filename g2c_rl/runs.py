@@ -51,7 +51,7 @@ def prompt_text(prompt):
     "A prompt as people read it, also when it is a list of chat messages"
     return prompt if isinstance(prompt, str) else '\n'.join(f'{m["role"]}: {m["content"]}' for m in prompt)
 
-# %% ../nbs/27_runs.ipynb #6bee9449
+# %% ../nbs/27_runs.ipynb #87dda6e4
 def sample_records(
     trainer,           # A `GRPOTrainer` that has taken a step
     step:int,          # Number of that step
@@ -59,7 +59,8 @@ def sample_records(
     "The latest batch of a trainer, completion by completion"
     tasks, groups, rewards, advantages = trainer.batch
     return [dict(step=step, group=i, prompt=prompt_text(task.prompt), completion=g.completions[j],
-                 reward=rewards[i, j].item(), advantage=advantages[i, j].item(), logp=g.logp[j].item(), tokens=g.lengths[j].item(), truncated=not g.finished[j].item())
+                 reward=rewards[i, j].item(), advantage=advantages[i, j].item(), logp=g.logp[j].item(),
+                 tokens=g.lengths[j].item(), truncated=not g.finished[j].item())
             for i,(task,g) in enumerate(zip(tasks, groups)) for j in range(len(g.completions))]
 
 # %% ../nbs/27_runs.ipynb #a5d70dd4
