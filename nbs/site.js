@@ -11,7 +11,7 @@
   addEventListener('resize', reachable)
 
   // what opens and closes something is a button, whatever element it was made of
-  document.querySelectorAll('#quarto-sidebar a[data-bs-toggle=collapse], .callout-header[data-bs-toggle=collapse]').forEach(a => {
+  document.querySelectorAll('a[data-bs-toggle=collapse], .callout-header[data-bs-toggle=collapse]').forEach(a => {
     a.setAttribute('role', 'button')
     a.tabIndex = 0
     a.addEventListener('keydown', e => { if (e.key == 'Enter' || e.key == ' ') { e.preventDefault(); a.click() } })

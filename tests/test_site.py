@@ -250,14 +250,33 @@ def test_menu_on_a_phone(visitor):
     page.keyboard.press('Escape')
     page.wait_for_function('!' + shown)
 
-def test_search_finds_a_function(visitor):
+def search(visitor, words):
+    "Type into the search box of the home page and wait for results"
     page = visitor.open('index.html')
     button = page.query_selector('#quarto-search button, .aa-DetachedSearchButton')
     if button: button.click()
     box = page.wait_for_selector('input.aa-Input, #quarto-search input, input[type=search]')
     box.click()
-    box.type('verify_arithmetic', delay=20)
+    box.type(words, delay=20)
+    page.wait_for_selector('.search-result, .aa-Item a')
+    return page
+
+def test_search_finds_a_function(visitor):
+    page = search(visitor, 'verify_arithmetic')
     page.wait_for_selector('.search-result-link, .aa-Item a, .search-results a, [class*=search] a[href*="tasks.html"]')
+
+@pytest.mark.parametrize('scheme', ['light', 'dark'])
+def test_what_was_found_can_be_read(visitor, scheme):
+    visitor.page.emulate_media(color_scheme=scheme)
+    try:
+        search(visitor, 'degenerate')
+        assert not findings(visitor.page)
+    finally: visitor.page.emulate_media(color_scheme='light')
+
+def test_search_by_keyboard(visitor):
+    search(visitor, 'wilson_interval')
+    visitor.page.keyboard.press('Enter')
+    visitor.page.wait_for_url('**/*evaluation.html*')
 
 def test_dark_mode(visitor):
     page = visitor.open('index.html')
