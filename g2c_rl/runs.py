@@ -46,9 +46,11 @@ def _json(record):
 
 def _is_timing(name): return name.startswith('seconds')
 
-# %% ../nbs/27_runs.ipynb #223b1e46
-def prompt_text(prompt):
-    "A prompt as people read it, also when it is a list of chat messages"
+# %% ../nbs/27_runs.ipynb #87faecfd
+def prompt_text(
+    prompt,   # A text, or a list of chat messages
+)->str:
+    "A prompt as people read it"
     return prompt if isinstance(prompt, str) else '\n'.join(f'{m["role"]}: {m["content"]}' for m in prompt)
 
 # %% ../nbs/27_runs.ipynb #87dda6e4
