@@ -14,7 +14,7 @@ INSTALL     = $(BIN)/python -m pip --disable-pip-version-check install --constra
               | sed -unE 's/^(Collecting [^ ;<>=!~]+).*/  \1/p'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lab notebooks experiments export docs preview baselm
+.PHONY: help demo test test-slow lab notebooks experiments export docs preview dist baselm
 
 help:        ## list these commands
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -37,19 +37,23 @@ notebooks: $(VENV)/.dev   ## run the notebooks and save their outputs (ARGS=nbs/
 experiments: $(VENV)/.dev ## run every experiment whose history is missing (ARGS=sloppy_verifier for one)
 	@$(BIN)/g2c-rl experiment $(or $(ARGS),all)
 
-export: $(VENV)/.dev      ## write the package and README.md from the notebooks, and clean the notebooks
-	@$(BIN)/nbdev_clean && $(BIN)/nbdev_export && $(BIN)/python tools/readme.py && $(BIN)/python tools/exercise.py
+export: $(VENV)/.docs     ## write the package and README.md from the notebooks, and clean the notebooks
+	@$(BIN)/nbdev_clean && $(BIN)/nbdev_export && $(BIN)/python tools/readme.py && $(BIN)/python tools/exercise.py && $(BIN)/python tools/colab.py
 
-docs: $(VENV)/.dev        ## build the site in _docs
+docs: $(VENV)/.docs       ## build the site in _docs
 	@$(BIN)/python tools/build_site.py
 
-preview: $(VENV)/.dev     ## build the site, serve it, and build it again on every change
+preview: $(VENV)/.docs    ## build the site, serve it, and build it again on every change
 	@$(BIN)/python tools/build_site.py --preview $(ARGS)
+
+dist: $(VENV)/.docs       ## build the archives that PyPI gets, in dist
+	@rm -rf dist && $(BIN)/python setup.py -q sdist
+	@$(BIN)/python -m pip --disable-pip-version-check -q wheel dist/*.tar.gz --no-deps --no-build-isolation --wheel-dir dist
 
 baselm: $(VENV)/.run      ## pretrain the bundled model again, into runs/baselm (a quarter of an hour)
 	@$(BIN)/g2c-rl baselm --out runs/baselm $(ARGS)
 
-# ---------- the environment: one, in two stages, each redone only when what it is made of has changed
+# ---------- the environment: one, in three stages, each redone only when what it is made of has changed
 
 RECIPE := settings.ini setup.py pyproject.toml constraints.txt
 
@@ -64,7 +68,12 @@ $(VENV)/.run: $(RECIPE) | $(BIN)/python
 	@$(call INSTALL,.)
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.run
-	@echo "Installing what tests, notebooks and the site need (once; a minute or two)"
+$(VENV)/.docs: $(VENV)/.run
+	@echo "Installing what notebooks and the site need (once; a minute)"
+	@$(call INSTALL,'.[docs]')
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.docs
+	@echo "Installing what the tests need besides (once; a minute)"
 	@$(call INSTALL,'.[dev]')
 	@touch $@

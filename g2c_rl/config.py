@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from .data import load_family
 from .tasks import Family
 
-# %% ../nbs/20_config.ipynb #d7a02d04
+# %% ../nbs/20_config.ipynb #5dd7dbbb
 @dataclass(frozen=True)
 class RunConfig:
     "What is trained, on what, and how; two runs with equal settings on one machine are equal"
     task:str                  # family of tasks to train on: its name, a .jsonl file, or FILE.py:NAME
     model:str = 'baselm'      # policy to start from: baselm, smollm2-135m, or a hub name or folder
-    adapter:str = ''          # folder of an adapter to start from, which is then the reference too
+    adapter:str = ''          # folder of an adapter to start from, which is then the reference too; its rank goes before `rank`
     verifier:str = ''         # the reward instead of the task's own: a ready-made verifier's name, or FILE.py:FUNCTION
     max_new_tokens:int = 0    # where completions are cut, in tokens; 0 for the task's own limit
     steps:int = 120           # rollout steps

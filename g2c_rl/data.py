@@ -78,7 +78,7 @@ def read_tasks(
     if not seen: raise ValueError(f'{name} has no rows; write one object with `prompt` and `answer` in each line')
     return [task for task,_ in seen.values()]
 
-# %% ../nbs/12_data.ipynb #7f66de21
+# %% ../nbs/12_data.ipynb #6bd11d3d
 def split_tasks(
     tasks:list[Task],                # As `read_tasks` gives them
 )->tuple[list[Task], list[Task]]:    # For training, and for the exam
@@ -88,7 +88,8 @@ def split_tasks(
     train, exam = [t for t in tasks if not examined(t)], [t for t in tasks if examined(t)]
     if not train or not exam:
         raise ValueError(f'of {len(tasks)} different prompts {len(train)} are left to train on and {len(exam)} for the exam, '
-                         'and both need at least 1; ' + ('mark others with "split": "test"' if marked else 'add rows, or mark some with "split": "test"'))
+                         'and both need at least 1; '
+                         + ('mark others with "split": "test"' if marked else 'add rows, or mark some with "split": "test"'))
     return train, exam
 
 # %% ../nbs/12_data.ipynb #cc3a39b8
@@ -148,13 +149,15 @@ def load_verifier(
     except ValueError: pass                                 # nothing is known about the arguments of some built-in functions
     return verifier
 
-# %% ../nbs/12_data.ipynb #8e7b760a
+# %% ../nbs/12_data.ipynb #78fc245c
 def _builder(make, name):
     "A builder `(rng, held_out=False) -> Task` from a function of one's own"
     try: parameters = inspect.signature(make).parameters
     except (TypeError, ValueError): raise ValueError(f'{name} is {_short(make)}; a builder is a function (rng, held_out) -> Task') from None
     def one(rng, **which):
-        task = make(rng, **which)
+        try: task = make(rng, **which)
+        except Exception as e:
+            raise ValueError(f'{name} raised {type(e).__name__}: {e}; it is called as a builder, (rng, held_out) -> Task') from e
         if isinstance(task, dict): task = _task(task, name)
         if hasattr(task, 'prompt'): return task
         raise ValueError(f'{name} must return a Task, or a dictionary with `prompt` and `answer`, got {_short(task)}')

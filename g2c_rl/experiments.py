@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['verifiers', 'lab_tasks', 'experiments', 'SCHEMA', 'four_number_task', 'verify_single', 'verify_work', 'verify_full',
            'verify_rough', 'Arm', 'fingerprint', 'run_arm', 'quick_arm', 'history_folder', 'run_experiment',
-           'load_experiment']
+           'load_experiment', 'paired']
 
 # %% ../nbs/30_experiments.ipynb #9bf81fe8
 import hashlib, json, os, sys, torch
@@ -124,7 +124,7 @@ class Arm:
     probe:int = 0                                    # Sampled answers to each of them, before and after
     english:bool = False                             # Measure the loss on English before and after
 
-# %% ../nbs/30_experiments.ipynb #9d65b9ff
+# %% ../nbs/30_experiments.ipynb #11857571
 _sums = ('last', 'single')
 
 experiments = dict(
@@ -155,13 +155,15 @@ experiments = dict(
     scratchpad = {name: Arm(task, verifier, ('work', 'last', 'rough'), steps=60, groups_per_step=4) for name,task,verifier in (
         ('exact', 'three_numbers', ''), ('exact_brief', 'three_numbers', 'last_brief'),
         ('rough', 'rough_sum', ''), ('rough_brief', 'rough_sum', 'rough_brief'))},
-    curriculum = {name: Arm('bare_sum', steps=90 - 30*len(lessons), probe=8, exam_size=100, lessons=tuple((l, 30) for l in lessons))
-                  for name,lessons in dict(direct=(), hint=('full_hint',), withdrawn=('full_hint', 'half_hint')).items()}
+    curriculum = {name: Arm('bare_sum', '', (), lessons, steps=90 - 30*len(lessons), probe=8, exam_size=100)
+                  for name,lessons in dict(direct=(), hint=(('full_hint', 30),), withdrawn=(('full_hint', 30), ('half_hint', 30))).items()}
+        | {name: Arm('bare_sum', '', (), lessons, steps=120 - 40*len(lessons), k=4, groups_per_step=2, probe=8, exam_size=100)
+           for name,lessons in dict(few_direct=(), few_withdrawn=(('full_hint', 40), ('half_hint', 40))).items()}
         | {name: Arm('full_sum', '', ('work', 'last'), lessons, steps=80 - 40*len(lessons), k=4, groups_per_step=2, exam_size=100)
            for name,lessons in dict(strict=(), stricter=(('three_numbers', 40),)).items()},
     sweeps = {f'lr_{lr:g}': Arm('arithmetic', steps=40, lr=lr) for lr in (2e-4, 1e-3, 2e-3, 4e-3, 1e-2)}
-        | {f'rank_{rank}': Arm('arithmetic', steps=40, rank=rank) for rank in (1, 2, 4, 8, 32)}
-        | {f'kl_{beta:g}': Arm('format', audits=('content',), steps=30, kl_coef=beta, english=True) for beta in (0., .02, .05, .1, .2, .5)})
+        | {f'rank_{rank}': Arm('arithmetic', steps=40, rank=rank) for rank in (1, 2, 32)}
+        | {f'kl_{beta:g}': Arm('format', audits=('content',), steps=30, kl_coef=beta, english=True) for beta in (0., .05, .1, .2, .5)})
 
 # %% ../nbs/30_experiments.ipynb #87e4e4d8
 def fingerprint(
@@ -176,7 +178,7 @@ def _weights(model, adapter):
     "The adapters' tensors, or all others, under the names that the base gives them"
     return fingerprint({name.replace('.base.', '.'): t for name,t in model.state_dict().items() if ('.lora_' in name) == adapter})
 
-# %% ../nbs/30_experiments.ipynb #5418f88f
+# %% ../nbs/30_experiments.ipynb #7c5fe9fe
 _METRICS = 'reward_mean reward_spread all_fail all_pass kl entropy completion_length truncated'.split()
 
 def _short(x): return float(f'{x:.4g}') if isfinite(x) else None
@@ -192,7 +194,7 @@ def _exam(trainer, arm, tasks, seed):
         generator = torch.Generator().manual_seed(seed)
         probe = probe_policy(trainer.model, trainer.tokenizer, tasks, judges['reward'], trainer.max_new_tokens, arm.probe, generator)
         record |= dict(sampled=_short(probe.sampled), sampled_passes=[int(n) for n in (probe.rewards >= 1).sum(1)])
-    if arm.english: record['english'] = _short(text_loss(trainer.model, trainer.tokenizer, english_docs(100, seed=999)))
+    if arm.english: record['english'] = _short(text_loss(trainer.model, trainer.tokenizer, english_docs(min(100, arm.exam_size), seed=999)))
     return record, greedy.completions
 
 def _judges(arm):
@@ -355,3 +357,12 @@ def load_experiment(
                 raise ValueError(f'{p} has schema {r.get("schema")}, this version reads {SCHEMA}; '
                                  f'make it again with: g2c-rl experiment {name}')
     return found
+
+# %% ../nbs/30_experiments.ipynb #33c1c83d
+def paired(
+    found:dict,             # From `load_experiment`
+    judge:str = 'reward',   # In whose eyes: `reward` or the name of an audit; or `sampled` or `english`
+)->dict[str, tuple]:        # For each arm: values before and values after, one for each seed
+    "What the exam said before and after"
+    value = lambda exam: exam['rates'][judge] if judge in exam['rates'] else exam[judge]
+    return {label: tuple([value(r[when]) for r in runs] for when in ('before', 'after')) for label,runs in found.items()}

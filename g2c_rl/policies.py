@@ -80,7 +80,7 @@ def _baselm_tokenizer(tokenizer):
     made.add_special_tokens(SPECIALS)
     return made, dict(zip(('bos_token', 'eos_token', 'pad_token'), SPECIALS))
 
-# %% ../nbs/15_policies.ipynb #8bf7a490
+# %% ../nbs/15_policies.ipynb #edfd5c16
 def save_policy(
     model,                              # Without adapters (see `merge_adapters`)
     tokenizer,                          # Its tokenizer
@@ -89,7 +89,8 @@ def save_policy(
 ):
     "Write a policy as a folder that `transformers` loads"
     folder = Path(folder)
-    if not isinstance(model, CausalLM | HFPolicy): raise ValueError(f'cannot save a {type(model).__name__}; it takes a policy from `load_policy`')
+    if not isinstance(model, CausalLM | HFPolicy):
+        raise ValueError(f'cannot save a {type(model).__name__}; it takes a policy from `load_policy`')
     if adapters(model): raise ValueError('the model has adapters; merge_adapters(model) first, or save them alone with save_adapter')
     if (folder/'config.json').exists(): raise FileExistsError(f'{folder} already holds a model; choose another folder')
     folder.mkdir(parents=True, exist_ok=True)

@@ -293,7 +293,7 @@ def _tokens(run):
            f'Ratio after: how much likelier the update made a token. KL: to the reference, before the update.{left}</p>' \
            '<div class=filters><div><label for=which>Step</label><select id=which></select></div></div><div id=token-rows></div>', data
 
-# %% ../nbs/24_report.ipynb #7105fd98
+# %% ../nbs/24_report.ipynb #87a7c321
 def _alarms(run, most=40):
     "The section of alarms"
     if not run['alarms']: return '<p>No alarm is on record.</p>'
@@ -312,7 +312,8 @@ def _samples(run):
         f'{shown} of {run["total"]:,} completions are on this page: the first groups of {steps} steps at even distances. ' \
         'What was left out is in samples.jsonl.'
     options = lambda **texts: ''.join(f'<option value="{v}">{t}</option>' for v,t in texts.items())
-    rewards, kinds = options(ok='1 or more', part='between', fail='0 or less', none='not judged'), options(live='informative', dead='degenerate')
+    rewards = options(ok='1 or more', part='between', fail='0 or less', none='not judged')
+    kinds = options(live='informative', dead='degenerate')
     return f'''<p class=note>{note}</p><div class=filters role=search aria-label="Filter completions">
 <div><label for=f-step>Step</label><select id=f-step><option value="">all</option></select></div>
 <div><label for=f-reward>Reward</label><select id=f-reward><option value="">any</option>{rewards}</select></div>

@@ -4,12 +4,17 @@
 
 # %% auto #0
 __all__ = ['ready_made', 'numbers_in', 'last_number', 'exact_text', 'same_text', 'boxed', 'tagged', 'boxed_answer',
-           'tagged_answer', 'json_answer', 'json_keys', 'regex_match']
+           'tagged_answer', 'json_answer', 'json_keys', 'json_schema', 'regex_match', 'math_equal', 'python_tests']
 
-# %% ../nbs/11_verifiers.ipynb #4d7ae6ac
-import json, re, unicodedata
+# %% ../nbs/11_verifiers.ipynb #8ea386e0
+import ast, inspect, json, os, re, signal, subprocess, sys, unicodedata
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from functools import cache
+from importlib import import_module
+from secrets import token_hex
+from tempfile import TemporaryDirectory
+from .limits import LimitedVerifier
 from .tasks import Task, verify_arithmetic
 
 # %% ../nbs/11_verifiers.ipynb #ccaad5e3
@@ -131,7 +136,7 @@ def tagged_answer(
     "Pass when there is an `<answer>...</answer>`, and every one holds the answer"
     return _all_equal(task, [*tagged(completion)])
 
-# %% ../nbs/11_verifiers.ipynb #73d126b8
+# %% ../nbs/11_verifiers.ipynb #79e2b6d1
 def _refuse(constant): raise ValueError(f'{constant} is not JSON')
 
 def _no_twins(pairs):
@@ -145,14 +150,14 @@ def _number(text):
     if value is None: raise ValueError('not a number that anyone asked for')
     return -value if text[0] == '-' else value
 
-def _json(task, completion):
-    "The one JSON value that prefix and completion are, numbers as fractions; ValueError for anything else"
+def _json(task, completion, number=_number):
+    "The one JSON value that prefix and completion are; ValueError for anything else"
     text = task.prefix + completion
     depth = 0
     for m in re.finditer(r'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', text, re.S):          # before a parser that recurses
         depth += (m[0] in '[{') - (m[0] in ']}')
         if depth > 100: raise ValueError('more than 100 levels deep')
-    return json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_refuse, object_pairs_hook=_no_twins)
+    return json.loads(text, parse_int=number, parse_float=number, parse_constant=_refuse, object_pairs_hook=_no_twins)
 
 def _same_json(a, b):
     "Equality of JSON values, in which true is not 1"
@@ -183,6 +188,33 @@ def json_keys(
     verify.__name__ = f'json_keys({", ".join(keys)})'
     return verify
 
+# %% ../nbs/11_verifiers.ipynb #7a3c2e2f
+def _extra(name):
+    "A package that not everybody has"
+    try: return import_module(name)
+    except ImportError: raise ValueError(f'this verifier needs the package {name}: pip install "g2c-rl[verifiers]"') from None
+
+def _finite(text):
+    "A JSON number as `jsonschema` takes it"
+    if len(text) > 300 or abs(value := float(text)) == float('inf'): raise ValueError('not a number that anyone asked for')
+    return int(text) if text.lstrip('-').isdigit() else value
+
+# %% ../nbs/11_verifiers.ipynb #da9c449a
+def json_schema(
+    schema:dict,   # A JSON Schema
+)->Callable:       # A verifier
+    "A verifier that asks for JSON, nothing else, which a schema describes"
+    jsonschema, registry = _extra('jsonschema'), _extra('referencing').Registry()      # an empty one: nothing is fetched
+    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    try: kind.check_schema(schema)
+    except jsonschema.SchemaError as e: raise ValueError(f'not a JSON Schema: {e.message}') from None
+    validator = kind(schema, registry=registry)
+    def verify(task, completion):
+        try: value = _json(task, completion, _finite)
+        except ValueError: return 0.
+        return float(validator.is_valid(value))
+    return verify
+
 # %% ../nbs/11_verifiers.ipynb #056cad03
 def regex_match(
     pattern:str,    # Regular expression for the whole completion, white space around it aside
@@ -195,6 +227,198 @@ def regex_match(
     verify.__name__ = f'regex_match({pattern!r})'
     return verify
 
-# %% ../nbs/11_verifiers.ipynb #c33489b6
+# %% ../nbs/11_verifiers.ipynb #d634bc77
+def _math(task, completion):
+    "In the worker: compare by math-verify"
+    import logging
+    from math_verify import parse, verify
+    logging.disable(logging.WARNING)                       # it warns that it has no time limit; the worker has one
+    gold = parse(task.answer, parsing_timeout=None)
+    if not gold: return -1.
+    return float(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
+
+@cache
+def _math_worker(process): return LimitedVerifier(_math, seconds=5, memory_mb=1000 if sys.platform == 'linux' else None)
+
+# %% ../nbs/11_verifiers.ipynb #7bb7b208
+def math_equal(
+    task:Task,       # Its `answer` is a number or an expression, in LaTeX between dollars or plain
+    completion:str,  # Any string
+)->float:            # 1.0 or 0.0
+    "Pass when the completion's answer equals the task's as mathematics, by `math-verify`"
+    _extra('math_verify')
+    try: verdict = _math_worker(os.getpid())(Task('', _reference(task)), completion[-10_000:])
+    except (TimeoutError, MemoryError): return 0.
+    if verdict < 0: raise ValueError(f'math-verify finds no mathematics in the answer {task.answer!r}')
+    return verdict
+
+# %% ../nbs/11_verifiers.ipynb #2e518a4f
+def _pack(value):
+    "Plain data as JSON that can tell a list from a tuple; TypeError for anything else"
+    if value is None or isinstance(value, bool|int|float|str): return value
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(value, kind): return [kind.__name__, *map(_pack, value)]
+    if isinstance(value, dict): return ['dict', *([_pack(k), _pack(v)] for k,v in value.items())]
+    if isinstance(value, bytes): return ['bytes', value.hex()]
+    raise TypeError(f'{type(value).__name__} is not plain data')
+
+def _unpack(value):
+    "What was packed"
+    if not isinstance(value, list): return value
+    kind, *items = value
+    if kind == 'bytes': return bytes.fromhex(items[0])
+    if kind == 'dict': return {_unpack(k): _unpack(v) for k,v in items}
+    return dict(list=list, tuple=tuple, set=set, frozenset=frozenset)[kind](map(_unpack, items))
+
+# %% ../nbs/11_verifiers.ipynb #4c5f2ae5
+def _guard(seconds, memory_mb):
+    "Give up memory, time, files, processes and the network, as far as the system allows"
+    import ctypes, os, resource, sys
+    try: ctypes.CDLL(None).unshare(0x50000000)                                    # CLONE_NEWUSER | CLONE_NEWNET
+    except (AttributeError, OSError): pass                                         # not Linux
+    for name,limit in (('AS', int(memory_mb*2**20)), ('CPU', int(seconds) + 1), ('FSIZE', 0), ('NOFILE', 32), ('CORE', 0), ('NPROC', 0)):
+        try: resource.setrlimit(getattr(resource, f'RLIMIT_{name}'), (limit, limit))
+        except (AttributeError, ValueError, OSError): pass                         # less than that was allowed before
+    def hook(event, args, os=os):
+        if event == 'open':
+            path, mode, flags = args
+            if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC): raise PermissionError('no file may be written')
+            if not isinstance(path, int) and os.path.realpath(path).startswith('/proc'): raise PermissionError('no process may be read')
+        elif event == 'import':
+            if args[0] in ('ctypes', '_ctypes', '_posixsubprocess'): raise PermissionError(f'{args[0]} may not be imported')
+        elif event == 'object.__setattr__':
+            if args[1] == '__code__': raise PermissionError('no function may be rewritten')
+        elif event not in ('compile', 'exec', 'object.__getattr__', 'marshal.load', 'marshal.loads', 'os.listdir', 'os.scandir',
+                           'sys._getframe', 'sys._getframemodulename', 'sys.unraisablehook', 'sys.excepthook', 'builtins.id',
+                           'builtins.input', 'code.__new__', 'function.__new__', 'array.__new__', 'time.sleep', 'os.putenv', 'os.unsetenv'):
+            raise PermissionError(f'{event} is not allowed here')
+    for name in ('ctypes', '_ctypes'): sys.modules.pop(name, None)
+    sys.addaudithook(hook)
+
+def _candidate(hear, say):
+    "Run a program, then call its functions as the judge asks"
+    import json, types
+    code, seconds, memory_mb = json.loads(hear.readline())
+    _guard(seconds, memory_mb)
+    def send(*message): say.write(json.dumps(message) + '\n'); say.flush()
+    module = types.ModuleType('candidate')
+    exec(compile(code, 'completion', 'exec'), vars(module))
+    data = {}
+    for name,value in vars(module).items():
+        if callable(value): data[name] = None
+        else:
+            try: data[name] = [_pack(value)]
+            except TypeError: pass
+    send('ready', data)
+    for line in hear:
+        name, args, kwargs = _unpack(json.loads(line))
+        try: answer = 'value', _pack(vars(module)[name](*args, **kwargs))
+        except BaseException as e: answer = 'raised', [c.__name__ for c in type(e).__mro__], str(e)
+        send(*answer)
+
+# %% ../nbs/11_verifiers.ipynb #55e7cba2
+def _judge():
+    "Run tests against a candidate in another process, and say how they ended"
+    import builtins, json, os, signal, sys
+    verdict, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
+    (hear, told), (heard, say) = os.pipe(), os.pipe()
+    candidate = os.fork()
+    if candidate == 0:                                     # in a copy that has read nothing yet
+        try:
+            for fd in (0, 1, 2): os.dup2(nothing, fd)
+            for fd in (verdict, nothing, told, heard): os.close(fd)
+            _candidate(open(hear), open(say, 'w'))
+        finally: os._exit(0)
+    request = json.load(sys.stdin)
+    for fd in (0, 1, 2): os.dup2(nothing, fd)
+    os.close(hear); os.close(say)
+    ask, answers = open(told, 'w'), open(heard)
+    calls = asserts = 0
+    def end(how, why=''):
+        os.kill(candidate, signal.SIGKILL)
+        os.write(verdict, json.dumps([request['nonce'], how, why]).encode())
+        os._exit(0)
+    def talk(message):
+        "Send a message, and return the answer; without one that is the end"
+        try:
+            ask.write(json.dumps(message) + '\n'); ask.flush()
+            line = answers.readline(10_000_000)
+            kind, *rest = json.loads(line)
+            return (kind, _unpack(rest[0])) if kind == 'value' else (kind, *rest)
+        except Exception: end('failed', 'the program ended, or answered nonsense')
+    def stand_in(name):
+        def function(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            try: message = _pack((name, args, kwargs))
+            except TypeError as e: end('unfit', f'they pass an argument to {name} that cannot be sent: {e}')
+            kind, *rest = talk(message)
+            if kind == 'value': return rest[0]
+            known = (getattr(builtins, n, None) for n in rest[0])
+            raise next((e for e in known if isinstance(e, type) and issubclass(e, Exception)), RuntimeError)(rest[1])
+        return function
+    def asserted():
+        nonlocal asserts
+        asserts += 1
+    names = talk([request['code'], request['seconds'], request['memory_mb']])[1]
+    space = {n: stand_in(n) if v is None else _unpack(v[0]) for n,v in names.items() if not n.startswith('__') and not hasattr(builtins, n)}
+    space |= dict(__name__='tests', _asserted=asserted)
+    before = dict(space)
+    try:
+        exec(compile(request['tests'], 'tests', 'exec'), space)
+        for name,test in list(space.items()):
+            if name.startswith('test_') and callable(test) and before.get(name) is not test: test()
+    except BaseException as e: end('failed', f'{type(e).__name__}: {e}')
+    if not calls and not asserts: end('unfit', 'they ran to their end without a single assert')
+    end('passed' if asserts else 'failed')
+
+# %% ../nbs/11_verifiers.ipynb #303d3537
+class _Counted(ast.NodeTransformer):
+    "After every assertion that holds, say so"
+    def visit_Assert(self, node): return [node, ast.parse('_asserted()').body[0]]
+
+@cache
+def _counted(tests):
+    "The source of tests, with their assertions counted"
+    if not isinstance(tests, str): raise ValueError(f'the answer must be tests in Python, as text, got {tests!r}')
+    try: tree = ast.parse(tests)
+    except (SyntaxError, ValueError) as e: raise ValueError(f'the tests are not Python: {e}') from None
+    if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)): raise ValueError('the tests assert nothing')
+    return ast.unparse(ast.fix_missing_locations(_Counted().visit(tree)))
+
+def _code(text):
+    "The last fenced block of a text, or all of it"
+    blocks = re.findall(r'^```(?:python|py)?[ \t]*\n(.*?)^```', text, re.S | re.M | re.I)
+    return blocks[-1] if blocks else text
+
+# %% ../nbs/11_verifiers.ipynb #b4963930
+def python_tests(
+    task:Task,               # Its `answer` is Python with assertions, as text; its `prefix` is put before the completion
+    completion:str,          # Any string; of fenced blocks, the last
+    seconds:float = 5.,      # Longest time, start-up included
+    memory_mb:float = 512.,  # Most memory
+)->float:                    # 1.0 or 0.0
+    "Pass when the completion is a program that the tests accept; a guard rail against cheating, not a jail"
+    if os.name != 'posix': raise OSError('python_tests needs Linux or macOS: elsewhere a program cannot be kept from your files')
+    tests, nonce = _counted(task.answer), token_hex(16)
+    judge = '\n'.join(map(inspect.getsource, (_pack, _unpack, _guard, _candidate, _judge))) + '\n_judge()'
+    request = dict(code=_code(task.prefix + completion), tests=tests, nonce=nonce, seconds=seconds, memory_mb=memory_mb)
+    env = {k: v for k,v in os.environ.items() if k == 'LD_LIBRARY_PATH'}
+    with TemporaryDirectory() as folder:
+        process = subprocess.Popen([sys.executable, '-I', '-S', '-c', judge], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                   stderr=subprocess.DEVNULL, cwd=folder, env=env, start_new_session=True)
+        try: said, _ = process.communicate(json.dumps(request).encode(), seconds)
+        except subprocess.TimeoutExpired: return 0.
+        finally:
+            try: os.killpg(process.pid, signal.SIGKILL)
+            except OSError: pass                                               # it has ended, and so has its group
+            process.communicate()
+    try: word, how, why = json.loads(said)
+    except ValueError: return 0.
+    if word == nonce and how == 'unfit': raise ValueError(f'the tests are not fit for this verifier: {why}')
+    return float(word == nonce and how == 'passed')
+
+# %% ../nbs/11_verifiers.ipynb #0f2913c8
 ready_made = dict(last_number=last_number, last_integer=verify_arithmetic, exact_text=exact_text, same_text=same_text,
-                  boxed_answer=boxed_answer, tagged_answer=tagged_answer, json_answer=json_answer)
+                  boxed_answer=boxed_answer, tagged_answer=tagged_answer, json_answer=json_answer,
+                  math_equal=math_equal, python_tests=python_tests)

@@ -10,12 +10,14 @@
   addEventListener('load', reachable)
   addEventListener('resize', reachable)
 
-  document.querySelectorAll('#quarto-sidebar a[data-bs-toggle=collapse]').forEach(a => {    // links that lead nowhere: buttons
+  // what opens and closes something is a button, whatever element it was made of
+  document.querySelectorAll('a[data-bs-toggle=collapse], .callout-header[data-bs-toggle=collapse]').forEach(a => {
     a.setAttribute('role', 'button')
     a.tabIndex = 0
     a.addEventListener('keydown', e => { if (e.key == 'Enter' || e.key == ' ') { e.preventDefault(); a.click() } })
   })
-  const names = {'nav.navbar': 'Site', '#quarto-sidebar': 'Chapters', '.quarto-secondary-nav': 'Where you are', '.page-navigation': 'Previous and next', '#TOC': 'On this page'}
+  const names = {'nav.navbar': 'Site', '#quarto-sidebar': 'Chapters', '.quarto-secondary-nav': 'Where you are',
+                 '.page-navigation': 'Previous and next', '#TOC': 'On this page'}
   for (const [which, name] of Object.entries(names)) document.querySelectorAll(which).forEach(n => n.setAttribute('aria-label', name))
 
   const sidebar = document.querySelector('#quarto-sidebar')

@@ -2,6 +2,7 @@
 
 Modules, the bundled model, the command, the licence.
 """
+import re
 import sys
 import zipfile
 
@@ -42,3 +43,12 @@ def test_every_module_imports_from_the_wheel(installed):
     run(sys.executable, '-I', '-c', code, cwd=installed)
 
 def test_the_command_answers(installed): assert 'train' in run(installed/'bin'/'g2c-rl', '--help', cwd=installed)
+
+def test_the_readme_runs_from_the_wheel(installed, tmp_path):
+    "Every Python block of the README, in order, with nothing of the repository in reach"
+    blocks = re.findall(r'^```python\n(.*?)^```', (ROOT/'README.md').read_text(encoding='utf-8'), re.S | re.M)
+    code = f'import sys; sys.path.insert(0, {str(installed)!r})\n' + ''.join(blocks)
+    assert len(blocks) >= 2 and 18 <= sum(bool(l.strip()) for b in blocks for l in b.splitlines()) <= 25
+    said = run(sys.executable, '-I', '-c', code, cwd=tmp_path)
+    before, after = map(int, re.search(r'happy stories: (\d+)% before, (\d+)% after', said).groups())
+    assert before <= after

@@ -1,7 +1,9 @@
 """The site as readers get it: built from the notebooks, and every page opened in a real browser."""
-import os, re, shutil, sys, threading
+import json, os, re, shutil, sys, threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from pathlib import Path
 from urllib.parse import unquote, urldefrag, urljoin
 
 import pytest
@@ -28,7 +30,11 @@ FACTS = r"""() => {
     no_alt: all('main img').filter(i => !(i.alt || '').trim()).map(i => i.src.slice(0, 60)),
     links: all('a[href]').map(a => a.href), ids: all('[id]').map(e => e.id),
     sidebar: all('#quarto-sidebar a.sidebar-link[href*=".html"]').map(a => a.href),
-    next: all('.nav-page-next a').map(a => a.href),
+    next: all('.nav-page-next a').map(a => a.href), previous: all('.nav-page-previous a').map(a => a.href),
+    lang: document.documentElement.lang, reading: all('.page-facts').map(e => e.textContent),
+    meta: Object.fromEntries(all('meta[name], meta[property]').map(e => [e.getAttribute('name') || e.getAttribute('property'), e.content])),
+    displayed: all('main .katex-display').length, images: all('main img').length,
+    captions: all('main figcaption').map(e => e.textContent.trim()),
   }
 }"""
 
@@ -50,6 +56,17 @@ def site(repo, failure):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f'http://127.0.0.1:{server.server_port}/'
     server.shutdown()
+
+def source_of(name):
+    "The notebook that a page is made from"
+    return next(json.loads((ROOT/'nbs'/nb).read_text(encoding='utf-8')) for nb in notebooks() if page_name(nb) == name)
+
+def shown(nb):
+    "Source and outputs of the code cells whose outputs a page shows"
+    hidden = re.compile(r'^#\| *(hide\b|export\b|include: *false|output: *false)', re.M)
+    for c in nb['cells']:
+        source = ''.join(c['source'])
+        if c['cell_type'] == 'code' and not hidden.search(source): yield source, c['outputs']
 
 class Visitor:
     "A browser that notes console errors, failed loads, and every request that leaves the site"
@@ -99,6 +116,25 @@ def test_page(visitor, name, repo):
     assert (repo/'_docs'/name).stat().st_size < 1_500_000
 
 @pytest.mark.parametrize('name', PAGES)
+def test_nothing_is_missing(visitor, name):
+    nb, facts = source_of(name), visitor.facts(name)
+    text = '\n'.join(''.join(c['source']) for c in nb['cells'] if c['cell_type'] == 'markdown')
+    assert facts['displayed'] >= text.count('$$')//2, 'an equation is not displayed'
+    figures = sum('image/png' in o.get('data', {}) for _,outs in shown(nb) for o in outs)
+    assert facts['images'] >= figures, 'a figure is not shown'
+    assert len([c for c in facts['captions'] if re.match(r'Figure\s\d+: .', c)]) >= figures, 'a figure has no caption'
+
+@pytest.mark.parametrize('name', PAGES)
+def test_a_page_introduces_itself(visitor, name):
+    facts = visitor.facts(name)
+    meta, description = facts['meta'], re.search(r'^> (.+)', ''.join(source_of(name)['cells'][0]['source']), re.M)[1]
+    assert facts['lang'] == 'en'
+    assert re.fullmatch(r'about \d+ minutes?', *facts['reading'])
+    for key in ('description', 'og:description', 'twitter:description'): assert meta[key].replace('`', '') == description.replace('`', ''), key
+    assert meta['og:title'].startswith(facts['title'].split(' – ')[0]) and meta['twitter:card'] == 'summary_large_image'
+    assert meta['og:url'].endswith('/' + name) and meta['og:image'].startswith('https://') and meta['og:image'].endswith('/card.png')
+
+@pytest.mark.parametrize('name', PAGES)
 def test_links(visitor, name, repo):
     for link in visitor.facts(name)['links']:
         assert 'example.org' not in link, 'a link to the placeholder in settings.ini'
@@ -125,15 +161,122 @@ def test_sidebar_lists_every_page_once_in_reading_order(visitor, site):
         name = following[0].removeprefix(site)
         walk.append(name)
     assert walk == sidebar
+    assert walk[:3] == ['index.html', 'start.html', 'tasks.html'] and walk[-1].startswith('exercises/')
+    for before,after in zip(walk, walk[1:]): assert visitor.facts(after)['previous'] == [urljoin(site, before)]
 
-def test_search_finds_a_function(visitor):
+def test_the_listing_shows_every_experiment(visitor, site):
+    page = visitor.open('experiments/index.html')
+    cards = page.evaluate("[...document.querySelectorAll('.listed')].map(e => [e.querySelector('a').href, e.innerText.split('\\n').length])")
+    assert [h.removeprefix(site) for h,_ in cards] == [p for p in PAGES if p.startswith('experiments/') and p != 'experiments/index.html']
+    assert all(lines > 1 for _,lines in cards), 'a card has a title and a description'
+
+def test_files_for_machines(site, repo):
+    text = (repo/'_docs'/'llms.txt').read_text()
+    entries = re.findall(r'^- \[(.+?)\]\((.+?)\): (.+)$', text, re.M)
+    assert sorted(href for _,href,_ in entries) == sorted(PAGES) and len(entries) == text.count('\n- ')
+    assert text.startswith('# g2c_rl\n\n> ') and '## The algorithm' in text
+    addresses = re.findall('<loc>(.+?)</loc>', (repo/'_docs'/'sitemap.xml').read_text())
+    assert sorted(a.split('/g2c_rl/')[1] for a in addresses) == sorted(PAGES)
+    size = (repo/'_docs'/'card.png').read_bytes()[16:24]
+    assert size == (1200).to_bytes(4, 'big') + (630).to_bytes(4, 'big')
+
+AXE = Path(find_spec('axe_playwright_python').submodule_search_locations[0])/'axe.min.js'
+
+def findings(page, only=''):
+    "What axe-core calls serious or critical on the page that is open"
+    page.evaluate(AXE.read_text(encoding='utf-8'))
+    violations = page.evaluate(f"axe.run({{preload: false, resultTypes: ['violations'], {only}}}).then(r => r.violations)")
+    return [f"{v['id']}: {n['html'][:120]}" for v in violations if v['impact'] in ('serious', 'critical') for n in v['nodes']]
+
+@pytest.fixture
+def dark(visitor):
+    "A reader who prefers dark pages"
+    visitor.page.emulate_media(color_scheme='dark')
+    yield visitor
+    visitor.page.emulate_media(color_scheme='light')
+
+@pytest.mark.parametrize('name', PAGES)
+def test_accessible(visitor, name): assert not findings(visitor.open(name))
+
+@pytest.mark.parametrize('name', PAGES)
+def test_accessible_in_the_dark(dark, name):
+    "The scheme changes colours and nothing else"
+    page = dark.open(name)
+    assert page.query_selector('.quarto-dark')
+    assert not findings(page, "runOnly: ['color-contrast']")
+
+ONE_OF_EACH = sorted({str(Path(p).parent): p for p in PAGES}.values())
+
+@pytest.mark.parametrize('name', ONE_OF_EACH)
+def test_accessible_on_a_phone(dark, name):
+    "Where other bars are shown"
+    assert not findings(dark.open(name, width=390))
+
+def test_axe_finds_what_is_wrong(visitor):
+    page = visitor.open('start.html')
+    page.evaluate("document.querySelector('main p').style.color = '#ccc'")
+    assert any('color-contrast' in f for f in findings(page))
+
+FOCUS = """(() => { const e = document.activeElement, r = e.getBoundingClientRect()
+    return [e.className, e.id, r.left >= 0 && r.top >= 0 && r.width > 0] })()"""
+
+def test_keyboard(visitor):
+    page = visitor.open('loss.html')
+    page.keyboard.press('Tab')
+    assert page.evaluate(FOCUS) == ['skip-link', '', True], 'the first Tab shows a way past the bars'
+    page.keyboard.press('Enter')
+    assert page.evaluate(FOCUS)[1] == 'quarto-document-content'
+    page, reached, unseen = visitor.open('loss.html'), set(), []
+    for _ in range(60):
+        page.keyboard.press('Tab')
+        reached.add(page.evaluate('document.activeElement.className'))
+        if page.evaluate("getComputedStyle(document.activeElement).outlineStyle == 'none'"):
+            unseen.append(page.evaluate('document.activeElement.outerHTML.slice(0, 80)'))
+    assert not unseen, 'the focus has to be seen'
+    for part in ('quarto-color-scheme-toggle', 'sidebar-link', 'sidebar-item-toggle', 'nav-link'):
+        assert any(part in c for c in reached), f'{part} is out of reach'
+    toggle = page.query_selector('#quarto-sidebar .sidebar-item-toggle[aria-expanded=false]')
+    toggle.focus()
+    page.keyboard.press('Enter')
+    page.wait_for_function('e => e.getAttribute("aria-expanded") == "true"', arg=toggle)
+
+def test_menu_on_a_phone(visitor):
+    page = visitor.open('loss.html', width=390)
+    shown = """(() => { const r = document.querySelector('#quarto-sidebar').getBoundingClientRect()
+        return r.width > 100 && r.left >= 0 && r.right <= innerWidth + 1 })()"""
+    page.query_selector('.quarto-btn-toggle:visible').focus()
+    page.keyboard.press('Enter')
+    page.wait_for_function(shown)
+    page.keyboard.press('Escape')
+    page.wait_for_function('!' + shown)
+
+def search(visitor, words):
+    "Type into the search box of the home page and wait for results"
     page = visitor.open('index.html')
     button = page.query_selector('#quarto-search button, .aa-DetachedSearchButton')
     if button: button.click()
     box = page.wait_for_selector('input.aa-Input, #quarto-search input, input[type=search]')
     box.click()
-    box.type('verify_arithmetic', delay=20)
+    box.type(words, delay=20)
+    page.wait_for_selector('.search-result, .aa-Item a')
+    return page
+
+def test_search_finds_a_function(visitor):
+    page = search(visitor, 'verify_arithmetic')
     page.wait_for_selector('.search-result-link, .aa-Item a, .search-results a, [class*=search] a[href*="tasks.html"]')
+
+@pytest.mark.parametrize('scheme', ['light', 'dark'])
+def test_what_was_found_can_be_read(visitor, scheme):
+    visitor.page.emulate_media(color_scheme=scheme)
+    try:
+        search(visitor, 'degenerate')
+        assert not findings(visitor.page)
+    finally: visitor.page.emulate_media(color_scheme='light')
+
+def test_search_by_keyboard(visitor):
+    search(visitor, 'wilson_interval')
+    visitor.page.keyboard.press('Enter')
+    visitor.page.wait_for_url('**/*evaluation.html*')
 
 def test_dark_mode(visitor):
     page = visitor.open('index.html')

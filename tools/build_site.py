@@ -175,12 +175,12 @@ def flat_config(proc, names):
         contents.append(entry)
     web['sidebar']['contents'] = contents
     for key in ('bibliography', 'link-citations', 'execute'): del config[key]
-    for key in ('html-math-method', 'grid'): del config['format']['html'][key]
+    for key in ('html-math-method', 'grid', 'respect-user-color-scheme'): del config['format']['html'][key]
     del config['project']['render']
     return config
 
-def render_small(proc, cfg):
-    "Render `_proc` with smalldocs; exits with a list of what does not resolve"
+def render_small(proc, cfg, draft=False):
+    "Render `_proc` with smalldocs; exits with a list of what does not resolve, or only prints it for a draft"
     import smalldocs.layout, smalldocs.notebook
     from smalldocs.site import build
     pages, bib, problems = read_pages(proc), read_bib(proc/'references.bib'), []
@@ -200,18 +200,19 @@ def render_small(proc, cfg):
     for f in (proc/'_docs').rglob('*.html'): edit_file(f, lambda s: s.replace('OUR-KATEX', os.path.relpath(proc/'_docs'/'katex', f.parent)))
     for f in (proc/'_docs').rglob('themes/*.css'): edit_file(f, lambda s: re.sub(r'@import url\([^)]*\);', '', s))  # web fonts
     problems += [w for w in map(str, site.warnings) if not re.search('output-file|scss', w)]
-    if problems: sys.exit('\n'.join(problems))
+    if problems and not draft: sys.exit('\n'.join(problems))
+    if problems: print(*problems, sep='\n')
 
-def render_quarto(proc, cfg): subprocess.run(['quarto', 'render', '--no-cache'], cwd=proc, check=True)
+def render_quarto(proc, cfg, draft=False): subprocess.run(['quarto', 'render', '--no-cache'], cwd=proc, check=True)
 
 
 # ---------- the command
 
-def build_site(cfg):
+def build_site(cfg, draft=False):
     "Process, render, and put the finished site in place of the last one"
     proc = process(cfg)
     pages = describe(proc)
-    (render_quarto if shutil.which('quarto') else render_small)(proc, cfg)
+    (render_quarto if shutil.which('quarto') else render_small)(proc, cfg, draft)
     finish(proc/'_docs', pages, cfg)
     shutil.rmtree(cfg.doc_path, ignore_errors=True)
     shutil.move(proc/'_docs', cfg.doc_path)
@@ -230,17 +231,18 @@ def serve(cfg, port):
         if (now := stamp()) != last:
             last = now
             print('Building again ...', flush=True)
-            subprocess.run([sys.executable, __file__])
+            subprocess.run([sys.executable, __file__, '--draft'])
 
 @call_parse
 def main(
     preview:bool=False,  # Serve the site afterwards and rebuild it on every change
     port:int=4200,       # Port of the preview; 0 takes a free one
+    draft:bool=False,    # Only print what does not resolve, and build all the same
 ):
     "Build the site in `_docs`"
     cfg = get_config()
     sys.path.insert(0, str(cfg.config_path))
-    build_site(cfg)
+    build_site(cfg, draft or preview)
     print(f'The site is in {cfg.doc_path.name}/: open {cfg.doc_path.name}/index.html')
     try:
         if preview: serve(cfg, port)

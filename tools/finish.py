@@ -11,7 +11,7 @@ from textwrap import fill
 
 import yaml
 
-WORDS, CODE, EQUATION, FIGURE = 220, 5, 10, 15      # words a minute; seconds for a line of code, a displayed equation, a figure
+WORDS, CODE, EQUATION, FIGURE = 220, 3, 10, 15      # words a minute; seconds for a line of code, a displayed equation, a figure
 LISTING = re.compile(r'^::: \{\.listing\}\n:::$', re.M)
 
 
@@ -52,11 +52,11 @@ def reading_minutes(nb):
     return max(1, math.ceil(words/WORDS + seconds/60))
 
 def first_figure(nb):
-    "The first figure that a cell of the page drew, with its alternative text"
+    "The first figure that a cell of the page drew, as PNG, with its alternative text"
     for c in nb['cells']:
         alt = re.search(r'^#\| *fig-alt: *"?(.*?)"?$', ''.join(c['source']), re.M)
-        for o in c.get('outputs', []):
-            if 'image/png' in o.get('data', {}): return b64decode(''.join(o['data']['image/png'])), alt[1] if alt else 'The first figure of the page'
+        for out in c.get('outputs', []):
+            if 'image/png' in out.get('data', {}): return b64decode(''.join(out['data']['image/png'])), alt[1] if alt else ''
 
 def read_page(proc, path, part):
     "What there is to know about one page"
@@ -67,13 +67,13 @@ def read_page(proc, path, part):
 
 def card(page, folder):
     "One entry of a listing, as markdown"
-    image = ''
+    image, name = '', Path(page.href).stem
     if page.figure:
-        thumb = folder/'thumbs'/Path(page.href).with_suffix('.png').name
-        thumb.parent.mkdir(exist_ok=True)
-        thumb.write_bytes(page.figure[0])
-        image = f'![]({thumb.relative_to(folder).as_posix()}){{fig-alt="{page.figure[1].replace(chr(34), "")}"}}\n\n'
-    return f'::: {{.listed}}\n{image}[{page.title}]({Path(page.href).with_suffix(".ipynb").name}){{.listed-title}}\n\n{page.description}\n:::\n'
+        png, alt = page.figure
+        (folder/'thumbs').mkdir(exist_ok=True)
+        (folder/'thumbs'/f'{name}.png').write_bytes(png)
+        image = f"![](thumbs/{name}.png){{fig-alt=\"{alt.replace(chr(34), '')}\"}}\n\n"
+    return f'::: {{.listed}}\n{image}[{page.title}]({page.path.name}){{.listed-title}}\n\n{page.description}\n:::\n'
 
 def describe(proc):
     "The pages in reading order; leaves their order in `_proc` (Quarto sorts by it), and fills each listing with the cards of its folder"

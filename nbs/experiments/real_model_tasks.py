@@ -7,7 +7,7 @@ from random import Random
 
 from g2c_rl.tasks import Family, Task, format_task, integers_in, is_held_out, verify_arithmetic, verify_format
 
-# What a two-option addition can look like. {x} and {y} are the options, a blank line parts the turns of a chat.
+# What a two-option addition can look like. {x} and {y} are the options.
 WORDINGS = dict(
     question   = 'What is {a} + {b}? Choose {x} or {y}. Answer with only the number.',
     options    = 'Question: What is {a} + {b}? Options: {x} or {y}.\nAnswer:',
@@ -20,6 +20,7 @@ WORDINGS = dict(
     sum_last_3 = 'Options: 37, 47. 12 + 25 = 37\nOptions: 64, 74. 41 + 33 = 74\nOptions: 85, 75. 58 + 17 = 75\nOptions: {x}, {y}. {a} + {b} =',
     both       = 'What is {a} + {b}? Choose {x} or {y}. Answer with only the number.\n{a} + {b} =',
 )
+# The same as the turns of a chat, the user's first. A last turn of the assistant is gone on with.
 CHATS = dict(
     chat       = ['What is {a} + {b}? Choose {x} or {y}. Answer with only the number.'],
     chat_1     = ['What is 12 + 25? Choose 37 or 47. Answer with only the number.', '37',
@@ -81,5 +82,6 @@ def family(wording, offsets='tens', verifier=verify_first):
     return Family(partial(two_options, wording=wording, offsets=offsets), verifier, 8, chance=.5)
 
 
-sum_last, sum_last_2, answer_cue = family('sum_last'), family('sum_last_2'), family('answer_cue')
-json_chat = Family(json_answer, verify_format, 12)
+# One family for every wording, to be named on the command line
+for _name in (*WORDINGS, *CHATS): globals()[_name] = family(_name)
+json_strict, json_reply, json_after = (Family(partial(json_answer, instruction=i), verify_format, 12) for i in INSTRUCTIONS)
