@@ -18,7 +18,7 @@ def _need(module, extra):
     try: return import_module(module)
     except ImportError as e: raise ValueError(f'{module.split(".")[0]} is not installed; try: pip install "g2c_rl[{extra}]"') from e
 
-# %% ../nbs/13_huggingface.ipynb #3db0eb0b
+# %% ../nbs/13_huggingface.ipynb #22d3e388
 class PromptTokenizer:
     "Prompts to ids, as the model wants them; completions to text"
     def __init__(self,
@@ -44,7 +44,7 @@ class PromptTokenizer:
         text = self._spell(prompt, prompt[-1]['role'] == 'assistant') if chat else prompt
         ids = self._ids(text.encode('utf-8', 'replace').decode())    # half a surrogate pair is no text
         if self.bos_id is None: return ids
-        if ids[:2] == [self.bos_id]*2: return ids[1:]
+        while ids[:2] == [self.bos_id]*2: ids = ids[1:]
         return ids if chat or ids[:1] == [self.bos_id] else [self.bos_id, *ids]    # a chat template says itself whether it wants one
 
 # %% ../nbs/13_huggingface.ipynb #d156caab
@@ -198,23 +198,15 @@ def _spell(self:HFTokenizer, messages, go_on):
     if not self.backend.chat_template: raise ValueError('this tokenizer has no chat template; give the prompt as a string')
     return self.backend.apply_chat_template(messages, tokenize=False, add_generation_prompt=not go_on, continue_final_message=go_on)
 
-# %% ../nbs/13_huggingface.ipynb #8c74da35
-def _hub_answers():
-    "One quick question; without it, every file would be asked for again and again, for a minute"
-    hub = _need('huggingface_hub', 'hf')
-    try: hub.get_session().head(hub.constants.ENDPOINT, timeout=5)
-    except Exception: return False                       # whatever stands in the way, what was fetched before will do
-    return True
-
+# %% ../nbs/13_huggingface.ipynb #bf09fb1a
 def load_hf(
     name,                                # A hub name or a folder
 )->tuple[HFPolicy, HFTokenizer]:         # In evaluation mode, float32, on the CPU
     "Load a causal language model through `transformers`"
     hf = _need('transformers', 'hf')
     try:
-        here = Path(name).is_dir() or not _hub_answers()
-        tokenizer = hf.AutoTokenizer.from_pretrained(name, local_files_only=here)
-        model = hf.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, local_files_only=here)
+        tokenizer = hf.AutoTokenizer.from_pretrained(name)
+        model = hf.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     except (OSError, ValueError, KeyError, ImportError) as e:
         first = next((line.strip() for line in str(e).splitlines() if line.strip()), '')
         raise OSError(f'{str(name)!r} could not be loaded ({type(e).__name__}: {first}); it must be a folder with a causal language model, '
