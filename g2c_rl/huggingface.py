@@ -198,15 +198,23 @@ def _spell(self:HFTokenizer, messages, go_on):
     if not self.backend.chat_template: raise ValueError('this tokenizer has no chat template; give the prompt as a string')
     return self.backend.apply_chat_template(messages, tokenize=False, add_generation_prompt=not go_on, continue_final_message=go_on)
 
-# %% ../nbs/13_huggingface.ipynb #bf09fb1a
+# %% ../nbs/13_huggingface.ipynb #8c74da35
+def _hub_answers():
+    "One quick question; without it, every file would be asked for again and again, for a minute"
+    hub = _need('huggingface_hub', 'hf')
+    try: hub.get_session().head(hub.constants.ENDPOINT, timeout=5)
+    except Exception: return False                       # whatever stands in the way, what was fetched before will do
+    return True
+
 def load_hf(
     name,                                # A hub name or a folder
 )->tuple[HFPolicy, HFTokenizer]:         # In evaluation mode, float32, on the CPU
     "Load a causal language model through `transformers`"
     hf = _need('transformers', 'hf')
     try:
-        tokenizer = hf.AutoTokenizer.from_pretrained(name)
-        model = hf.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        here = Path(name).is_dir() or not _hub_answers()
+        tokenizer = hf.AutoTokenizer.from_pretrained(name, local_files_only=here)
+        model = hf.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, local_files_only=here)
     except (OSError, ValueError, KeyError, ImportError) as e:
         first = next((line.strip() for line in str(e).splitlines() if line.strip()), '')
         raise OSError(f'{str(name)!r} could not be loaded ({type(e).__name__}: {first}); it must be a folder with a causal language model, '
