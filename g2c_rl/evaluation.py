@@ -13,7 +13,7 @@ from torch import Tensor
 from .sampling import greedy_completions, sample_groups
 from .tasks import Task, families, held_out_tasks, integers_in, score
 
-# %% ../nbs/07_evaluation.ipynb #c9cfaebc
+# %% ../nbs/07_evaluation.ipynb #08462704
 def wilson_interval(
     passed:float,     # How many passed
     n:int,            # Out of how many, at least 1
@@ -23,7 +23,7 @@ def wilson_interval(
     if n < 1: raise ValueError(f'an interval needs at least 1 observation, got n={n}')
     p = passed/n
     centre, half = p + z*z/(2*n), z * (p*(1-p)/n + z*z/(4*n*n))**.5
-    return (centre - half) / (1 + z*z/n), (centre + half) / (1 + z*z/n)
+    return max(0., (centre - half) / (1 + z*z/n)), min(1., (centre + half) / (1 + z*z/n))   # rounding may step over the ends
 
 # %% ../nbs/07_evaluation.ipynb #5e623ce8
 @dataclass

@@ -18,7 +18,7 @@ def _need(module, extra):
     try: return import_module(module)
     except ImportError as e: raise ValueError(f'{module.split(".")[0]} is not installed; try: pip install "g2c_rl[{extra}]"') from e
 
-# %% ../nbs/13_huggingface.ipynb #3db0eb0b
+# %% ../nbs/13_huggingface.ipynb #22d3e388
 class PromptTokenizer:
     "Prompts to ids, as the model wants them; completions to text"
     def __init__(self,
@@ -44,7 +44,7 @@ class PromptTokenizer:
         text = self._spell(prompt, prompt[-1]['role'] == 'assistant') if chat else prompt
         ids = self._ids(text.encode('utf-8', 'replace').decode())    # half a surrogate pair is no text
         if self.bos_id is None: return ids
-        if ids[:2] == [self.bos_id]*2: return ids[1:]
+        while ids[:2] == [self.bos_id]*2: ids = ids[1:]
         return ids if chat or ids[:1] == [self.bos_id] else [self.bos_id, *ids]    # a chat template says itself whether it wants one
 
 # %% ../nbs/13_huggingface.ipynb #d156caab

