@@ -6,12 +6,12 @@
 __all__ = ['prompt_text', 'sample_records', 'token_records', 'sampler_gap', 'Progress', 'RunResult', 'train_run', 'resume_run',
            'read_config', 'load_run', 'evaluate_run', 'merge_run', 'summarize']
 
-# %% ../nbs/27_runs.ipynb #f6d65586
+# %% ../nbs/27_runs.ipynb #31d4e0fc
 import json, os, signal, sys, time
 import matplotlib.pyplot as plt
 import torch
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from math import isfinite, nan
@@ -170,7 +170,7 @@ class RunResult:
     interrupted:bool       # Ended by Ctrl-C
     seconds:float          # Of training, without exams, since it was started or resumed
 
-# %% ../nbs/27_runs.ipynb #acd38455
+# %% ../nbs/27_runs.ipynb #b998b237
 def _free_folder(config):
     "The first of runs/TASK, runs/TASK-2, ... that holds no run"
     name = config.task.split(':')[-1] if '.py:' in config.task else Path(config.task).stem
@@ -179,19 +179,20 @@ def _free_folder(config):
     return folder
 
 def _judge(config, verifier):
-    "The verifier, within the run's limits of time and memory"
+    "A block with the verifier, within the run's limits of time and memory"
     limits = config.verifier_seconds or None, config.verifier_memory_mb or None
-    return LimitedVerifier(verifier, *limits) if any(limits) else verifier
+    return LimitedVerifier(verifier, *limits) if any(limits) else nullcontext(verifier)
 
-def _make(config):
-    "Everything a run needs, made from its settings"
+@contextmanager
+def _made(config):
+    "A block with everything a run needs, made from its settings"
     family, device = config.family(), find_device(config.device)
     exam = held_out_tasks(family, config.exam_size)
     model, tokenizer = load_policy(config.model, device, config.adapter)
     if not config.adapter: add_lora(model, config.rank, seed=config.seed)
     same = {name: getattr(config, name) for name in 'k groups_per_step kl_coef kl_estimator kl_per_token lr seed on_error'.split()}
-    trainer = GRPOTrainer(model, tokenizer, family.make, _judge(config, family.verifier), max_new_tokens=family.max_new_tokens, **same)
-    return family, trainer, exam
+    with _judge(config, family.verifier) as verifier:
+        yield family, GRPOTrainer(model, tokenizer, family.make, verifier, max_new_tokens=family.max_new_tokens, **same), exam
 
 def _examine(trainer, exam):
     return evaluate_policy(trainer.model, trainer.tokenizer, exam, trainer.verifier, trainer.max_new_tokens,
@@ -218,7 +219,7 @@ def _about(config, trainer):
     return dict(config=asdict(config), files=_files(config), versions=versions,
                 device=str(next(trainer.model.parameters()).device), trainable_parameters=trained, parameters=total)
 
-# %% ../nbs/27_runs.ipynb #75c89adf
+# %% ../nbs/27_runs.ipynb #ba402162
 _RECORDS, _TOKENS_EVERY = ('metrics', 'timings', 'samples', 'tokens', 'alarms'), 20
 
 def _loop(folder, config, family, trainer, exam, before, progress, checkpoint_every, tracker):
@@ -231,7 +232,6 @@ def _loop(folder, config, family, trainer, exam, before, progress, checkpoint_ev
         between = trainer.rng.getstate(), trainer.generator.get_state()       # the sources of randomness before the present step
         watch = Watch()
         for row in zip(*trainer.history.values()): watch(dict(zip(trainer.history, row)) | dict(groups=config.groups_per_step))
-        if hasattr(trainer.verifier, 'close'): stack.callback(trainer.verifier.close)
         tracking = make_tracker(tracker, folder, asdict(config)) if tracker else None
         if tracking: stack.callback(tracking.close)
         def checkpoint():
@@ -284,7 +284,7 @@ def _loop(folder, config, family, trainer, exam, before, progress, checkpoint_ev
     except (OSError, ValueError, KeyError) as e: print(f'no report was written: {type(e).__name__}: {e}', file=sys.stderr)
     return RunResult(folder, config, trainer.history, before, after, trainable_parameters(trainer.model), interrupted, seconds)
 
-# %% ../nbs/27_runs.ipynb #abc0307e
+# %% ../nbs/27_runs.ipynb #3800c62b
 def train_run(
     config:RunConfig,          # What to do
     out=None,                  # Folder (default: a new one under `runs/`); must not hold a run
@@ -298,16 +298,16 @@ def train_run(
         raise FileExistsError(f'{folder} already holds a run; choose another folder, or go on with --resume {folder}')
     if checkpoint_every < 1: raise ValueError(f'checkpoint_every must be at least 1, got {checkpoint_every}')
     if folder.exists() and not folder.is_dir(): raise NotADirectoryError(f'{folder} is a file; name a folder, which may be a new one')
-    family, trainer, exam = _make(config)
-    try: folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e: raise OSError(f'cannot write to {folder}: {e.strerror}; name a folder that you may write to') from e
-    with _locked(folder):
-        before = _examine(trainer, exam)
-        _write_json(folder/'evaluation.json', dict(before=_exam_record(before)))
-        _write_json(folder/'config.json', _about(config, trainer))
-    return _loop(folder, config, family, trainer, exam, before, progress, checkpoint_every, tracker)
+    with _made(config) as (family, trainer, exam):
+        try: folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e: raise OSError(f'cannot write to {folder}: {e.strerror}; name a folder that you may write to') from e
+        with _locked(folder):
+            before = _examine(trainer, exam)
+            _write_json(folder/'evaluation.json', dict(before=_exam_record(before)))
+            _write_json(folder/'config.json', _about(config, trainer))
+        return _loop(folder, config, family, trainer, exam, before, progress, checkpoint_every, tracker)
 
-# %% ../nbs/27_runs.ipynb #c8cce436
+# %% ../nbs/27_runs.ipynb #a2d87fab
 def resume_run(
     folder,                        # A run folder
     changes:dict=None,             # Settings to change from here on
@@ -324,21 +324,22 @@ def resume_run(
     differing += [f'{path} has been edited since' for path in then if path in now and then[path] != now[path]]
     if differing and not allow_changes:
         raise ValueError(f'{folder} was made with other settings: {"; ".join(differing)}; --allow-changes goes on with them')
-    family, trainer, exam = _make(config)
-    with _locked(folder):
-        for left in (*folder.rglob('.tmp*'), *folder.rglob('*.tmp')): left.unlink(missing_ok=True)   # of a kill while writing
-        lengths = _restore(trainer, folder)
-        for name in _RECORDS:
-            with open(folder/f'{name}.jsonl', 'ab') as f:
-                if f.tell() < lengths.get(name, 0): raise ValueError(f'{folder}/{name}.jsonl is shorter than its checkpoint says')
-                f.truncate(lengths.get(name, 0))
-        scored = json.loads((folder/'evaluation.json').read_text(encoding='utf-8'))['before']['answers'][:len(exam)]
-        same = [a['prompt'] for a in scored] == [prompt_text(t.prompt) for t in exam]
-        if same: before = Evaluation(exam, [a['completion'] for a in scored], [nan if a['score'] is None else a['score'] for a in scored])
-        else: before = _examine(_make(config)[1], exam)
-        if differing: _write_json(folder/'config.json', _about(config, trainer))
-    if progress and hasattr(progress, 'skip'): progress.skip(len(trainer.history.get('reward_mean', ())))
-    return _loop(folder, config, family, trainer, exam, before, progress, checkpoint_every, tracker)
+    with _made(config) as (family, trainer, exam):
+        with _locked(folder):
+            for left in (*folder.rglob('.tmp*'), *folder.rglob('*.tmp')): left.unlink(missing_ok=True)   # of a kill while writing
+            lengths = _restore(trainer, folder)
+            for name in _RECORDS:
+                with open(folder/f'{name}.jsonl', 'ab') as f:
+                    if f.tell() < lengths.get(name, 0): raise ValueError(f'{folder}/{name}.jsonl is shorter than its checkpoint says')
+                    f.truncate(lengths.get(name, 0))
+            scored = json.loads((folder/'evaluation.json').read_text(encoding='utf-8'))['before']['answers'][:len(exam)]
+            same = [a['prompt'] for a in scored] == [prompt_text(t.prompt) for t in exam]
+            if same: before = Evaluation(exam, [a['completion'] for a in scored], [nan if a['score'] is None else a['score'] for a in scored])
+            else:
+                with _made(config) as (_, fresh, _): before = _examine(fresh, exam)
+            if differing: _write_json(folder/'config.json', _about(config, trainer))
+        if progress and hasattr(progress, 'skip'): progress.skip(len(trainer.history.get('reward_mean', ())))
+        return _loop(folder, config, family, trainer, exam, before, progress, checkpoint_every, tracker)
 
 def _restore(trainer, folder):
     "Load the newest readable checkpoint, if there is one; how long the record files were then"
@@ -360,7 +361,7 @@ def read_config(
     try: return RunConfig(**json.loads((folder/'config.json').read_text(encoding='utf-8'))['config'])
     except (ValueError, KeyError, TypeError) as e: raise ValueError(f'{folder} holds no readable run: {type(e).__name__}: {e}') from e
 
-# %% ../nbs/27_runs.ipynb #b3bb9790
+# %% ../nbs/27_runs.ipynb #95830cec
 def load_run(
     folder,          # A run folder
 )->tuple:            # Its `RunConfig`, the policy with its adapter, and the tokenizer
@@ -378,8 +379,9 @@ def evaluate_run(
     "Hold the exam of a finished run again"
     config, model, tokenizer = load_run(folder)
     family = config.family()
-    exam, judge = held_out_tasks(family, exam_size or config.exam_size), _judge(config, verifier or family.verifier)
-    return evaluate_policy(model, tokenizer, exam, judge, family.max_new_tokens, failures=[] if config.on_error == 'skip' else None)
+    exam, failures = held_out_tasks(family, exam_size or config.exam_size), [] if config.on_error == 'skip' else None
+    with _judge(config, verifier or family.verifier) as judge:
+        return evaluate_policy(model, tokenizer, exam, judge, family.max_new_tokens, failures=failures)
 
 def merge_run(
     folder,     # A run folder

@@ -1,5 +1,6 @@
 """From the command line: a task and a verifier of one's own, its failures, its limits, and what comes out."""
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,12 @@ def say_again(rng):
     assert status == 0 and (home/'runs/say_again/config.json').exists(), text
     assert RunConfig('copy.py:say_again', verifier='last_number').family().max_new_tokens == 32
     assert max(s['tokens'] for s in map(json.loads, Path('runs/say_again/samples.jsonl').read_text().splitlines())) <= 6
+
+@pytest.mark.skipif(not Path('/proc').exists(), reason='children are counted in /proc')
+def test_no_worker_is_left(home, said):
+    children = lambda: Path(f'/proc/self/task/{threading.get_native_id()}/children').read_text().split()
+    before = children()
+    said(f'train --data my.jsonl --verifier my.py:stuck --verifier-seconds .2 --steps 2 {SMALL} --out stopped')
+    assert said(f'train --data my.jsonl --verifier last_number --verifier-seconds 30 --steps 2 {SMALL} --out run')[0] == 0
+    assert said('evaluate run')[0] == 0
+    assert children() == before
