@@ -19,6 +19,7 @@ SLACK = 4.                       # MB: what allocators keep or give back meanwhi
 
 SOAK = '''
 import gc, json, os, sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 sys.path.insert(0, 'tests')
