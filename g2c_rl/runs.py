@@ -307,7 +307,7 @@ def train_run(
             _write_json(folder/'config.json', _about(config, trainer))
         return _loop(folder, config, family, trainer, exam, before, progress, checkpoint_every, tracker)
 
-# %% ../nbs/27_runs.ipynb #a2d87fab
+# %% ../nbs/27_runs.ipynb #20d55dbf
 def resume_run(
     folder,                        # A run folder
     changes:dict=None,             # Settings to change from here on
@@ -334,7 +334,8 @@ def resume_run(
                     f.truncate(lengths.get(name, 0))
             scored = json.loads((folder/'evaluation.json').read_text(encoding='utf-8'))['before']['answers'][:len(exam)]
             same = [a['prompt'] for a in scored] == [prompt_text(t.prompt) for t in exam]
-            if same: before = Evaluation(exam, [a['completion'] for a in scored], [nan if a['score'] is None else a['score'] for a in scored])
+            scores = [nan if a['score'] is None else a['score'] for a in scored]
+            if same: before = Evaluation(exam, [a['completion'] for a in scored], scores)
             else:
                 with _made(config) as (_, fresh, _): before = _examine(fresh, exam)
             if differing: _write_json(folder/'config.json', _about(config, trainer))
