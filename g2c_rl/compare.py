@@ -115,17 +115,21 @@ def read_runs(
         if not files: raise FileNotFoundError(f'{path} holds no run; give a run folder, a history (NAME/ARM-SEED.json) or a folder of them')
     return runs
 
-# %% ../nbs/31_compare.ipynb #5c8a646a
+# %% ../nbs/31_compare.ipynb #1efd89b0
 def group_runs(
     runs:list[RunRecord],       # Any number
 )->dict[str, list[RunRecord]]:  # Those that differ only in their seed, under what sets them apart
     "Sort runs into groups of repetitions"
     groups = {}
     for run in runs: groups.setdefault(json.dumps(run.settings, sort_keys=True), []).append(run)
-    names = sorted({name for run in runs for name in run.settings})
+    names = sorted(set.intersection(*(set(run.settings) for run in runs)))        # what all of them know
     differing = [n for n in names if len({json.dumps(g[0].settings.get(n)) for g in groups.values()}) > 1]
     label = lambda s: ', '.join(f'{n}={s.get(n)}' for n in differing) or s.get('task', 'runs')
-    return {label(group[0].settings): sorted(group, key=lambda r: r.seed) for group in groups.values()}
+    named = {}
+    for group in groups.values():
+        name = label(group[0].settings)
+        named[f'{name} ({group[0].name})' if name in named else name] = sorted(group, key=lambda r: r.seed)
+    return named
 
 # %% ../nbs/31_compare.ipynb #446b062a
 # 97.5 % quantiles of Student's t for 1, 2, ... 30 degrees of freedom
