@@ -43,7 +43,14 @@ def children(pid='self'):
         except OSError: continue
         state, parent = rest.split()[:2]
         if int(parent) == pid and state != 'Z': found.append(int(name.split()[0]))
-    return found
+    return [child for child in found if child not in OTHERS]
+
+OTHERS = set()     # workers that earlier tests of this process keep, such as the one of `math_equal`
+
+@pytest.fixture(autouse=True)
+def only_ours():
+    OTHERS.clear()
+    OTHERS.update(children())
 
 def alive(pid):
     try: return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] not in 'ZX'
@@ -359,7 +366,9 @@ if __name__ == '__main__':
 def start_script(tmp_path, *args):
     (tmp_path/'script.py').write_text(SCRIPT)
     p = subprocess.Popen([sys.executable, str(tmp_path/'script.py'), *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    worker = int(p.stdout.readline())
+    line = b''
+    while not line.endswith(b'\n'): line += os.read(p.stdout.fileno(), 1)     # `readline` would take more, which `communicate` would miss
+    worker = int(line)
     time.sleep(.3)                                                       # so that it is in the middle of the second call
     return p, worker
 
