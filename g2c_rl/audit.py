@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['parting_step', 'pattern', 'Audit', 'audit_run', 'audit_summary', 'plot_audit', 'write_audit']
 
-# %% ../nbs/32_audit.ipynb #58344aa9
+# %% ../nbs/32_audit.ipynb #ba90f557
 import json, re
 import matplotlib.pyplot as plt
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from random import Random
 from statistics import fmean, stdev
 from .evaluation import evaluate_policy
 from .plotting import trailing_mean
-from .runs import load_run, read_config
+from .runs import _needed, load_run, read_config, say_edited
 from .tasks import held_out_tasks, score
 
 # %% ../nbs/32_audit.ipynb #27114275
@@ -58,7 +58,7 @@ def _passes(folder, config, family, verifier):
             if s['reward'] is None or not isfinite(s['reward']): continue              # its verifier had failed
             yield s['step'], s['group'], s['completion'], s['reward'] >= 1, score(verifier, tasks[s['group']], s['completion']) >= 1
 
-# %% ../nbs/32_audit.ipynb #33096072
+# %% ../nbs/32_audit.ipynb #c02931cc
 @dataclass
 class Audit:
     "What a second verifier says about a finished run"
@@ -77,7 +77,9 @@ def audit_run(
 )->Audit:
     "Score a run's samples, step by step, and fresh answers to its exam with a second verifier"
     folder, config = Path(folder), read_config(folder)
-    family, steps, liked, missed = config.family(), {}, {}, 0
+    with _needed(folder): family = config.family()
+    say_edited(folder, config, ('task', 'verifier'))
+    steps, liked, missed = {}, {}, 0
     for step,group,text,reward,truth in _passes(folder, config, family, verifier):
         steps.setdefault(step, {}).setdefault(group, []).append((reward, truth))
         missed += truth and not reward

@@ -29,7 +29,7 @@ def _add_settings(parser, names):
         else: parser.add_argument(*flags, type=field.type, default=SUPPRESS, metavar=field.type.__name__.upper(),
                                   help=f'{help} (default: {field.default!r})')
 
-# %% ../nbs/34_cli.ipynb #bce1cc5a
+# %% ../nbs/34_cli.ipynb #59e7bc62
 _JUDGE = 'a ready-made verifier\'s name, or FILE.py:FUNCTION'
 
 def _add_training(commands):
@@ -37,8 +37,10 @@ def _add_training(commands):
     train = commands.add_parser('train', help='train a policy on a task and examine it before and after')
     _add_settings(train, [f.name for f in fields(RunConfig)[1:]])
     train.add_argument('--out', help='run folder; must not hold a run yet (default: a new one under runs/)', metavar='FOLDER')
-    train.add_argument('--checkpoint-every', type=int, metavar='INT', help='steps between checkpoints (default: 20; with --resume, as before)')
-    train.add_argument('--tracker', metavar='NAME', help='also send metrics to tensorboard, wandb, trackio or mlflow (with --resume, as before)')
+    train.add_argument('--checkpoint-every', type=int, metavar='INT',
+                       help='steps between checkpoints (default: 20; with --resume, as before)')
+    train.add_argument('--tracker', metavar='NAME',
+                       help='also send metrics to tensorboard, wandb, trackio or mlflow (with --resume, as before)')
     train.add_argument('--resume', help='go on with the run in this folder, from its newest checkpoint', metavar='FOLDER')
     train.add_argument('--allow-changes', action='store_true', help='with --resume: accept settings that differ from the run\'s own')
     check = commands.add_parser('check', help='sample a task before training on it: is there anything to learn from?')

@@ -154,7 +154,7 @@ def _behind(name, path):
 def _digest(path):
     with open(path, 'rb') as f: return file_digest(f, 'sha256').hexdigest()
 
-# %% ../nbs/27_records.ipynb #b4062ade
+# %% ../nbs/27_records.ipynb #774a3123
 _PATHS = 'task', 'verifier', 'model', 'adapter'       # settings that may name files
 
 def fingerprints(
@@ -165,7 +165,7 @@ def fingerprints(
     for name in _PATHS:
         path = Path(_path(name, getattr(config, name)) or os.devnull)
         home = path if path.is_dir() else path.parent
-        if files := _behind(name, path): found[name] = {p.relative_to(home).as_posix(): _digest(p) for p in sorted(files)}
+        if files := _behind(name, path): found[name] = {Path(os.path.relpath(p, home)).as_posix(): _digest(p) for p in sorted(files)}
     return found
 
 def edited(
