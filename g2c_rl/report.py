@@ -80,7 +80,7 @@ def _choose_samples(records, steps, k, also=(), rows=400):
         if key in also: others[key].append(r)
     return groups, others, total
 
-# %% ../nbs/24_report.ipynb #21be0fc4
+# %% ../nbs/24_report.ipynb #84d896c9
 def _read(folder):
     "Everything of a run folder that its report shows"
     if not (folder/'config.json').exists(): raise FileNotFoundError(f'{folder} holds no run: config.json is missing')
@@ -98,8 +98,8 @@ def _read(folder):
     groups, others, total = _choose_samples(noted(records('samples')), [m['step'] for m in metrics], config.get('k', 8), also)
     try: chance = None if config.get('verifier') else get_family(config.get('task')).chance       # of the task with its own verifier
     except ValueError: chance = None
-    return dict(stopped=_object(folder/'stopped.json', damaged), errors=errors, about=about, config=config, chance=chance, exam=exam, metrics=metrics, alarms=alarms, tokens=tokens, looked_at=looked_at,
-                groups=groups, others=others, total=total, damaged=damaged, done=metrics[-1]['step'] if metrics else 0)
+    return dict(stopped=_object(folder/'stopped.json', damaged), errors=errors, about=about, config=config, chance=chance, exam=exam, metrics=metrics, alarms=alarms, tokens=tokens,
+                looked_at=looked_at,                 groups=groups, others=others, total=total, damaged=damaged, done=metrics[-1]['step'] if metrics else 0)
 
 # %% ../nbs/24_report.ipynb #09f91051
 def _pen(
@@ -216,7 +216,7 @@ def _curves(run):
            + draw(n for n in series if n not in _PANELS) + '</details>'
     return html, dict(steps=steps, frame=_FRAME, values=series)
 
-# %% ../nbs/24_report.ipynb #205ef096
+# %% ../nbs/24_report.ipynb #544a0a83
 def _exam_row(name, exam, chance):
     "One line of the exam's chart: a dot at the rate, a bar for its interval, a tick for chance"
     rate, (low, high) = exam['pass_rate'], exam['interval']
@@ -234,7 +234,8 @@ def _changed(exam):
     won = [(a, b) for a,b in judged if b['score'] >= 1 > a['score']]
     lost = [(a, b) for a,b in judged if a['score'] >= 1 > b['score']]
     text = f'<p>{len(won)} answers became right, {len(lost)} became wrong, {len(judged) - len(won) - len(lost)} stayed what they were'
-    text += f', and {len(pairs) - len(judged)} could not be compared, since the verifier failed.</p>' if len(judged) < len(pairs) else '.</p>'
+    if left := len(pairs) - len(judged): text += f', and {left} could not be compared, since the verifier failed'
+    text += '.</p>'
     if not won + lost: return text
     code = lambda answer: f'<code>{_safe(answer["completion"])}</code>'
     table = _table(['Prompt', 'Right', 'Before', 'After'], [[_safe(a['prompt']), _safe(a['answer']), code(a), code(b)]

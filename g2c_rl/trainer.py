@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['GRPOTrainer', 'NonFiniteError']
 
-# %% ../nbs/08_trainer.ipynb #0b58b6f9
-import signal, torch
+# %% ../nbs/08_trainer.ipynb #4917eb85
+import signal, sys, torch
 from collections.abc import Callable
 from contextlib import contextmanager
 from fastcore.basics import patch
+from importlib import import_module
 from random import Random
 from threading import current_thread, main_thread
 from time import perf_counter
@@ -199,15 +200,22 @@ def _whole_steps(trainer):
         hook.remove()
         _hold.__exit__()
 
-# %% ../nbs/08_trainer.ipynb #e6e57d5c
+# %% ../nbs/08_trainer.ipynb #3c74e139
+def _live_view():
+    "Where a notebook shows what it is sent, a view of the training; elsewhere nothing"
+    shell = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
+    return import_module('g2c_rl.live').LiveView() if hasattr(shell, 'kernel') else None
+
+# %% ../nbs/08_trainer.ipynb #66c4f82e
 @patch
 def train(self:GRPOTrainer,
     steps:int,                     # Rollout steps to take, at least 1
-    callback:Callable=None,        # `(trainer, metrics)`, called after every step
+    callback:Callable=None,        # `(trainer, metrics)`, called after every step (default: a live view in Jupyter); False for none
     skip_nonfinite:bool = False,   # Leave out an update whose gradient is not finite, and count it, instead of stopping
 )->dict[str, list]:                # The history so far: one list for each metric
     "Take rollout steps and record them"
     if steps < 1: raise ValueError(f'steps must be at least 1, got {steps}')
+    if callback is None: callback = _live_view()
     with _whole_steps(self):
         for self.steps_left in reversed(range(steps)):
             try: metrics = self.train_step()
