@@ -163,20 +163,22 @@ def _cause(trainer):
     return (f'the gradient is not finite, and the step was not taken: {where}; '
             + (f'{len(lost)} completions, first {lost[0]}' if lost else 'every log-prob is finite, so a smaller lr or kl_coef may help'))
 
-# %% ../nbs/08_trainer.ipynb #04202a52
+# %% ../nbs/08_trainer.ipynb #1694195b
 class _Hold:
     "Within the block, or from one `__enter__` to the next `__exit__`, Ctrl-C waits"
     before, asked = None, False
 
     def __enter__(self):
         mine = current_thread() is main_thread() and signal.getsignal(signal.SIGINT) is not None   # elsewhere Ctrl-C does not come
-        if mine and self.before is None: self.before = signal.signal(signal.SIGINT, lambda *_: setattr(self, 'asked', True))
+        if not mine or self.before is not None: return
+        self.asked = False
+        self.before = signal.signal(signal.SIGINT, lambda *_: setattr(self, 'asked', True))
 
     def __exit__(self, *_):
         if self.before is None or current_thread() is not main_thread(): return
-        (before, self.before), (asked, self.asked) = (self.before, None), (self.asked, False)
-        signal.signal(signal.SIGINT, before)
-        if asked: signal.raise_signal(signal.SIGINT)
+        before, self.before = self.before, None
+        signal.signal(signal.SIGINT, before)                           # first, or one that comes while this is done would be lost
+        if self.asked: signal.raise_signal(signal.SIGINT)
 
 _hold = _Hold()                                                        # one, as there is one Ctrl-C
 
