@@ -128,6 +128,37 @@ def sitemap(pages, cfg):
     urls = ''.join(f'  <url><loc>{html.escape(site_address(cfg) + p.href)}</loc></url>\n' for p in pages)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n<urlset xmlns="http://www.sitemaps.org/schemas/sitemap/0.9">\n{urls}</urlset>\n'
 
+NOT_FOUND = '''<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="robots" content="noindex">
+<title>No such page – {title}</title>
+<style>
+:root {{ color-scheme: light dark }}
+body {{ font: 1.1rem/1.6 system-ui, sans-serif; max-width: 34rem; margin: 15vh auto; padding: 0 1.25rem; color: #20262b; background: #fff }}
+a {{ color: #0b5a86 }}
+@media (prefers-color-scheme: dark) {{ body {{ color: #e2e6e9; background: #171b1e }} a {{ color: #7cc4ec }} }}
+</style>
+</head>
+<body>
+<main>
+<h1>No such page</h1>
+<p>There is nothing at this address of <a href="{root}index.html">{title}</a>. It may have been another chapter's name. From here:</p>
+<ul>{links}</ul>
+</main>
+</body>
+</html>
+'''
+
+def not_found(pages, cfg):
+    "The page for addresses that lead nowhere. It is shown at any of them, so its links start at the root of the host"
+    root, seen = cfg.doc_baseurl.rstrip('/') + '/', set()
+    begins = [p for p in pages if not p.part or not (p.part in seen or seen.add(p.part))]     # the first pages, and each part's first
+    links = ''.join(f'<li><a href="{root}{p.href}">{html.escape(p.part or p.title)}</a></li>\n' for p in begins)
+    return NOT_FOUND.format(title=html.escape(cfg.title), root=root, links=links)
+
 def social_card(path, cfg, figure):
     "Draw the picture that links to the site are shown with: title, claim, result"
     os.environ.setdefault('MPLBACKEND', 'agg')
@@ -150,5 +181,6 @@ def finish(site, pages, cfg):
     (site/'llms.txt').write_text(llms_txt(pages, cfg), encoding='utf-8')
     (site/'sitemap.xml').write_text(sitemap(pages, cfg), encoding='utf-8')
     (site/'robots.txt').write_text(f'User-agent: *\nAllow: /\nSitemap: {site_address(cfg)}sitemap.xml\n', encoding='utf-8')
+    (site/'404.html').write_text(not_found(pages, cfg), encoding='utf-8')
     (site/'.nojekyll').write_text('')
     social_card(site/'card.png', cfg, cfg.nbs_path/'images'/'readme-fig-result.png')
