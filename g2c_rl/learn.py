@@ -91,7 +91,8 @@ def _step_notes(source):
     called = {id(n.func) for n in nodes if isinstance(n, ast.Call)}
     on_self = [n for n in nodes if isinstance(n, ast.Attribute) and getattr(n.value, 'id', '') == 'self']
     show = lambda ctx: ', '.join(sorted({f'self.{n.attr}' + '()'*(id(n) in called) for n in on_self if isinstance(n.ctx, ctx)}))
-    notes = (f'It finds {show(ast.Load)}.', f'It sets {show(ast.Store)}: the latest (tasks, groups, rewards, advantages), and its verifier errors.',
+    notes = (f'It finds {show(ast.Load)}.',
+             f'It sets {show(ast.Store)}: the latest (tasks, groups, rewards, advantages), and its verifier errors.',
              f'It returns _metrics{inspect.signature(g2c_rl.trainer._metrics)}.')
     return [line for note in notes for line in wrap(note, 115, initial_indent='# ', subsequent_indent='#   ')]
 
