@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['make_parser', 'main']
 
-# %% ../nbs/34_cli.ipynb #9fa4aef3
+# %% ../nbs/34_cli.ipynb #63807c33
 import sys
 from argparse import SUPPRESS, ArgumentParser
 from dataclasses import fields
 from fastcore.docments import docments
 from . import __version__
-from .config import RunConfig
+from .config import RunConfig, typed
 from .data import load_verifier
 from .tasks import families
 
@@ -29,7 +29,7 @@ def _add_settings(parser, names):
         else: parser.add_argument(*flags, type=field.type, default=SUPPRESS, metavar=field.type.__name__.upper(),
                                   help=f'{help} (default: {field.default!r})')
 
-# %% ../nbs/34_cli.ipynb #26146f80
+# %% ../nbs/34_cli.ipynb #fc2c2e2e
 _JUDGE = 'a ready-made verifier\'s name, or FILE.py:FUNCTION'
 
 def _add_training(commands):
@@ -37,8 +37,10 @@ def _add_training(commands):
     train = commands.add_parser('train', help='train a policy on a task and examine it before and after')
     _add_settings(train, [f.name for f in fields(RunConfig)[1:]])
     train.add_argument('--out', help='run folder; must not hold a run yet (default: a new one under runs/)', metavar='FOLDER')
-    train.add_argument('--checkpoint-every', type=int, default=20, help='steps between checkpoints (default: 20)', metavar='INT')
-    train.add_argument('--tracker', help='also send metrics to tensorboard, wandb, trackio or mlflow', metavar='NAME')
+    train.add_argument('--checkpoint-every', type=int, metavar='INT',
+                       help='steps between checkpoints (default: 20; with --resume, as before)')
+    train.add_argument('--tracker', metavar='NAME',
+                       help='also send metrics to tensorboard, wandb, trackio or mlflow (with --resume, as before)')
     train.add_argument('--resume', help='go on with the run in this folder, from its newest checkpoint', metavar='FOLDER')
     train.add_argument('--allow-changes', action='store_true', help='with --resume: accept settings that differ from the run\'s own')
     check = commands.add_parser('check', help='sample a task before training on it: is there anything to learn from?')
@@ -89,7 +91,7 @@ def make_parser()->ArgumentParser:
     for add in (_add_training, _add_reading, _add_models): add(commands)
     return parser
 
-# %% ../nbs/34_cli.ipynb #06df6055
+# %% ../nbs/34_cli.ipynb #ef977260
 def _given(args, need_task):
     "The settings that were typed"
     given = {f.name: getattr(args, f.name) for f in fields(RunConfig) if f.name in args}
@@ -101,11 +103,15 @@ def _train(args):
     if args.resume and args.out: raise ValueError('--resume goes on in the run\'s own folder; leave --out away')
     if args.allow_changes and not args.resume: raise ValueError('--allow-changes goes with --resume')
     config = None if args.resume else RunConfig(**given)
-    from g2c_rl.runs import Progress, read_config, resume_run, summarize, train_run
+    if config: config.family()                             # a wrong name is answered before anything is loaded
+    from g2c_rl.records import Progress
+    from g2c_rl.runs import read_config, resume_run, summarize, train_run
     if args.resume:
         progress = Progress(given.get('steps', read_config(args.resume).steps))
         result = resume_run(args.resume, given, progress, args.checkpoint_every, args.allow_changes, args.tracker)
-    else: result = train_run(config, args.out, Progress(config.steps), args.checkpoint_every, args.tracker)
+    else:
+        every = 20 if args.checkpoint_every is None else args.checkpoint_every
+        result = train_run(config, args.out, Progress(config.steps), every, args.tracker)
     print('\n' + summarize(result))
     return 130 if result.interrupted else 0
 
@@ -164,7 +170,8 @@ def _baselm(args):
 _deeds = dict(train=_train, check=_check, experiment=_experiment, evaluate=_evaluate, report=_report, compare=_compare, audit=_audit,
               fetch=_fetch, merge=_merge, baselm=_baselm, learn=_learn)
 
-# %% ../nbs/34_cli.ipynb #6b7f48ed
+# %% ../nbs/34_cli.ipynb #6ad318f7
+@typed()
 def main(
     argv:list[str]=None,  # Words after `g2c-rl` (default: those that were typed)
 )->int:                   # Exit status: 0, 1 if a check advises against a run, 2 for bad input, 130 for Ctrl-C
