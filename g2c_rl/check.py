@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['right_answers', 'foils', 'try_verifier', 'Check', 'check_task']
 
-# %% ../nbs/16_check.ipynb #6991313b
+# %% ../nbs/16_check.ipynb #640b7a90
 import json
 import torch
 from collections.abc import Callable
@@ -16,38 +16,44 @@ from .evaluation import wilson_interval
 from .logprobs import completion_log_prob
 from .lora import LoRALinear, trainable_parameters
 from .sampling import eval_mode, greedy_completions, sample_groups
-from .tasks import Family, Task, VerifierError, score
+from .tasks import Family, Task, score
 from .trainer import GRPOTrainer
 
-# %% ../nbs/16_check.ipynb #e2628653
+# %% ../nbs/16_check.ipynb #26b8ac62
 def right_answers(
     task:Task,        # A task
 )->dict[str, str]:    # A completion for each way to write its answer
     "The reference answer in the forms that verifiers ask for"
-    text = task.answer if isinstance(task.answer, str) else json.dumps(task.answer)
+    answer = getattr(task, 'answer', None)
+    if answer is None: return {}                                                  # some verifiers need none
+    as_json = json.dumps(answer, default=str)
+    text = answer if isinstance(answer, str) else as_json
     return {'alone': f' {text}', 'in a box': f' \\boxed{{{text}}}', 'in a tag': f' <answer>{text}</answer>',
-            'as JSON': json.dumps(task.answer), 'as the rest of a JSON object': f' {json.dumps(task.answer)}}}'}
+            'as JSON': as_json, 'as the rest of a JSON object': f' {as_json}}}'}
+
+def _asked(prompt): return prompt if isinstance(prompt, str) else prompt[-1]['content']
 
 def foils(
     task:Task,        # A task
 )->dict[str, str]:    # A completion for each way to cheat
     "Completions that should not pass"
-    prompt = task.prompt if isinstance(task.prompt, str) else task.prompt[-1]['content']
-    some = {'nothing': '', 'the prompt again': prompt, 'every number below 100': ' '.join(map(str, range(100)))}
-    if task.options: some['all options'] = ' or '.join(map(str, task.options))
-    if isinstance(task.answer, int|str):
-        some |= {'the answer inside of a longer one': f' 7{task.answer}7', 'not the answer': f' not {task.answer}, no'}
+    some = {'an empty completion': '', 'the prompt again': _asked(task.prompt), 'every number below 100': ' '.join(map(str, range(100)))}
+    answer, options = getattr(task, 'answer', None), getattr(task, 'options', ())
+    if options: some['all options'] = ' or '.join(map(str, options))
+    if isinstance(answer, int|str):
+        some |= {'the answer inside of a longer one': f' 7{answer}7', 'the answer denied': f' not {answer}, no'}
     return some
 
-# %% ../nbs/16_check.ipynb #ef8b7000
+# %% ../nbs/16_check.ipynb #8985f5c9
 def try_verifier(
     verifier:Callable,     # `(task, completion) -> float`
     tasks:list[Task],      # At least one
+    failures:list=None,    # If given, takes the errors of a verifier that fails
 )->tuple[dict, dict]:      # Share of the tasks that pass, for each form of the reference and for each foil
     "What a verifier makes of right answers and of foils"
     def shares(make):
         names = {name for t in tasks for name in make(t)}
-        told = {name: [score(verifier, t, make(t)[name]) >= 1 for t in tasks if name in make(t)] for name in sorted(names)}
+        told = {name: [score(verifier, t, make(t)[name], failures) >= 1 for t in tasks if name in make(t)] for name in sorted(names)}
         return {name: sum(passed)/len(passed) for name,passed in told.items()}
     return shares(right_answers), shares(foils)
 
@@ -66,70 +72,78 @@ class Check:
         marked = [f'! {line}' for line in self.advice] + [f'!! {line}' for line in self.pointless]
         return '\n'.join([*self.notes, '', *shown, '', *(marked or ['Nothing speaks against a run.'])])
 
-# %% ../nbs/16_check.ipynb #2454c804
-def _rewards(verifier, tasks, groups):
-    "Rewards (n, K), NaN where the verifier failed, and the first failure"
-    rewards, failure = torch.full((len(tasks), len(groups[0].completions)), float('nan'), dtype=torch.float64), None
-    for i,(task,g) in enumerate(zip(tasks, groups)):
-        for j,completion in enumerate(g.completions):
-            try: rewards[i, j] = score(verifier, task, completion)
-            except VerifierError as e: failure = failure or str(e)
-    return rewards, failure
+# %% ../nbs/16_check.ipynb #fe0c0683
+def _rewards(verifier, tasks, groups, failures):
+    "Rewards (n, K), NaN where the verifier failed"
+    return torch.tensor([[score(verifier, t, c, failures) for c in g.completions] for t,g in zip(tasks, groups)], dtype=torch.float64)
 
 def _gap(model, groups):
     "Largest difference between the sampler's log-prob of a completion and the scorer's"
     with torch.no_grad(), eval_mode(model):
         return max((completion_log_prob(model, g.ids, g.prompt_len, g.mask) - g.logp).abs().max().item() for g in groups)
 
-def _step_seconds(model, tokenizer, family, k, groups_per_step):
+def _step_seconds(trainer):
     "Seconds of one training step, after which every adapter is as before"
-    kept = [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad]
+    kept = [(p, p.detach().clone()) for p in trainer.parameters]
     start = perf_counter()
-    try: GRPOTrainer(model, tokenizer, family.make, family.verifier, k, groups_per_step, family.max_new_tokens).train_step()
+    try: trainer.train_step()
     finally:
         with torch.no_grad():
             for p,before in kept: p.copy_(before); p.grad = None
     return perf_counter() - start
 
-# %% ../nbs/16_check.ipynb #a0acf57a
-def _judge_verifier(family, tasks, advice, pointless):
+# %% ../nbs/16_check.ipynb #cca07249
+def _judge_verifier(verifier, tasks, advice, pointless):
     "What right answers and foils say about the verifier"
-    try: right, wrong = try_verifier(family.verifier, tasks[:8])
-    except VerifierError as e: pointless.append(f'the verifier fails: {e}'); return ['verifier: it fails']
+    failures = []
+    right, wrong = try_verifier(verifier, tasks, failures)
     forms = [name for name,share in right.items() if share == 1]
-    if not forms: advice.append('the verifier accepts the reference answer in none of the usual forms (alone, boxed, tagged, JSON); '
-                                'score a right completion by hand, in Python, before you believe that nothing passes')
+    if failures:
+        advice.append(f'the verifier fails on {len(failures)} of the right answers and foils that were tried, and a policy may write such '
+                      f'things. The first: {failures[0]}')
+    elif right and not forms:
+        advice.append('the verifier accepts the reference answer in none of the usual forms (alone, boxed, tagged, JSON); '
+                      'score a right completion by hand, in Python, before you believe that nothing passes')
     passing = {name: share for name,share in wrong.items() if share}
     for name,share in passing.items():
+        if name == 'an empty completion' and share == 1: continue                 # says so below
         advice.append(f'{name} passes for {share:.0%} of the tasks; if that is not meant to be, the policy will find it')
-    if wrong['nothing'] == 1: pointless.append('an empty completion passes: the shortest way to the reward is silence')
-    return [f'verifier: accepts the reference {" and ".join(forms) or "in no usual form"}; '
+    if wrong['an empty completion'] == 1: pointless.append('an empty completion passes: the shortest way to the reward is silence')
+    accepts = f'accepts the reference {" and ".join(forms) or "in no usual form"}' if right else 'has no reference answers to try'
+    return [f'verifier: {accepts}; '
             f'rejects {", ".join(n for n in wrong if n not in passing) or "none of the foils"}']
 
-def _judge_samples(m, k, longest, advice, pointless):
+def _judge_samples(m, k, longest, on_error, advice, pointless):
     "What the numbers say"
     cut = f'{m["truncated"]:.0%} of the completions are cut at {longest} tokens'
     if m['failures']:
-        pointless.append(f'the verifier failed on {m["failures"]} of {m["samples"]} completions; mend it, or leave such completions out '
-                         f'with on_error="skip". The first: {m["failure"]}')
-    if m['sampled'] == 0:
+        stops, told = on_error == 'stop', f'the verifier failed on {m["failures"]} of {m["samples"]} samples'
+        what = 'a run stops at the first; mend it, or leave them out and count them (on_error skip)' if stops else 'a run leaves them out'
+        (pointless if stops or m['failures'] == m['samples'] else advice).append(f'{told}, and {what}. The first: {m["failure"]}')
+    if m['failures'] == m['samples']: pass                                        # nothing is known
+    elif m['mixed'] and m['reward_max'] < 1:
+        advice.append(f'no sample reaches 1, and only that is a pass: rewards go from {m["reward_min"]:g} to {m["reward_max"]:g}, '
+                      'so they may rise while the exam stays at 0 %. Give 1 for a full answer if that is not what you want')
+    elif m['reward_min'] == m['reward_max'] not in (0, 1):
+        pointless.append(f'all {m["samples"]} samples get the same reward, {m["reward_min"]:g}: nothing tells better from worse')
+    elif m['sampled'] == 0:
         way_out = (f'Raise max_new_tokens first: {cut}' if m['truncated'] >= .5 else
                    'Make the task easier, show an example in the prompt, reward a part of the way, or start from another model')
         pointless.append(f'none of {m["samples"]} samples passed, and what never passes cannot be reinforced. {way_out}')
-    elif m['all_pass'] == 1:
+    elif m['reward_min'] == m['reward_max'] == 1:
         pointless.append(f'all {m["samples"]} samples passed: there is nothing left to learn; make the task harder')
     elif m['mixed'] == 0:
         pointless.append('no group has both passes and failures: nothing tells the policy which answers were better; raise k')
     elif m['mixed'] < .1:
         advice.append(f'only {m["mixed"]:.0%} of the groups are mixed, and the other samples will teach nothing; '
                       'a larger k, or easier questions, would help')
-    if m['truncated'] >= .2 and m['sampled']:
+    if m['truncated'] >= .2 and (m['sampled'] or m['mixed']):
         advice.append(f'{cut}; raise max_new_tokens, unless the verifier is happy with a beginning')
     if not m['gap'] < 1e-3:
         pointless.append(f'sampler and scorer disagree by {m["gap"]:.3g} nats about the same completions: '
                          'the gradient would be that of another policy')
 
-# %% ../nbs/16_check.ipynb #7106d15c
+# %% ../nbs/16_check.ipynb #f6e431d6
 def check_task(
     model,                     # Policy; with adapters (see `add_lora`) a step is timed too
     tokenizer,                 # Its tokenizer
@@ -138,46 +152,58 @@ def check_task(
     k:int = 8,                 # Samples of each
     groups_per_step:int = 8,   # Prompts in a step of the planned run
     seed:int = 0,              # Of questions and samples
+    on_error:str = 'stop',     # What the planned run does when the verifier fails: `stop` or `skip`
 )->Check:                      # Its `pointless` is empty if a run makes sense; `print` it for all of it
     "Look for what would waste a run"
     for name,value,low in (('n', n, 1), ('k', k, 2)):
         if value < low: raise ValueError(f'{name} must be at least {low}, got {value}')
-    rng, advice, pointless, longest = Random(seed), [], [], family.max_new_tokens
+    rng, advice, pointless, longest, verifier = Random(seed), [], [], family.max_new_tokens, family.verifier
+    trainer = None                                                                # made first, since it looks at its settings
+    if any(isinstance(module, LoRALinear) for module in model.modules()):
+        trainer = GRPOTrainer(model, tokenizer, family.make, verifier, k, groups_per_step, longest, on_error='skip')
     tasks = [family.make(rng) for _ in range(n)]
-    notes = _judge_verifier(family, tasks, advice, pointless)
+    notes = _judge_verifier(verifier, tasks[:8], advice, pointless)
     prompts = [t.prompt for t in tasks]
     start = perf_counter()
     groups = sample_groups(model, tokenizer, prompts, k, longest, torch.Generator().manual_seed(seed))
     generated = perf_counter()
-    rewards, failure = _rewards(family.verifier, tasks, groups)
-    verified = perf_counter()
-    greedy, _ = _rewards(family.verifier, tasks, greedy_completions(model, tokenizer, prompts, longest))
+    failures = []
+    rewards = _rewards(verifier, tasks, groups, failures)
+    verified, unjudged = perf_counter(), len(failures)
+    greedy = _rewards(verifier, tasks, greedy_completions(model, tokenizer, prompts, longest), failures)
     known = ~rewards.isnan()
     low, high = rewards.nan_to_num(float('inf')).amin(1), rewards.nan_to_num(-float('inf')).amax(1)
-    p = rewards[known].mean().item() if known.any() else 0.
-    mean = lambda x: x.double().mean().item()
-    m = dict(greedy=mean(greedy >= 1), sampled=p, mixed=mean(high > low), all_pass=mean(low >= 1), samples=n*k,
-             dead_expected=p**k + (1 - p)**k if 0 <= p <= 1 else float('nan'), gap=_gap(model, groups),
+    mean = lambda x: x.double().mean().item() if len(x) else 0.
+    p, judged, graded = mean(rewards[known] >= 1), known.any(1), bool(set(rewards[known].tolist()) - {0., 1.})
+    m = dict(greedy=mean(greedy >= 1), sampled=p, mixed=mean((high > low)[judged]), all_pass=mean((low >= 1)[judged]), samples=n*k,
+             reward_mean=mean(rewards[known]), reward_min=low.min().item(), reward_max=high.max().item(),
+             dead_expected=float('nan') if graded else p**k + (1 - p)**k, gap=_gap(model, groups),
              truncated=mean(torch.cat([~g.finished for g in groups])), length=mean(torch.cat([g.lengths for g in groups])),
-             failures=(~known).sum().item(), failure=failure,
+             failures=unjudged, failures_greedy=len(failures) - unjudged, failure=str(failures[0]) if failures else None,
              seconds_generate=generated - start, seconds_verify=(verified - generated)/(n*k))
-    _judge_samples(m, k, longest, advice, pointless)
+    _judge_samples(m, k, longest, on_error, advice, pointless)
     interval = wilson_interval(m['greedy']*n, n)
     notes += [f'policy: {n} training questions, {k} samples of each, at most {longest} tokens '
               f'({m["length"]:.1f} on average, {m["truncated"]:.0%} cut)',
               f'passes: greedy {m["greedy"]:.0%} (95 % interval {interval[0]:.0%} to {interval[1]:.0%}), sampled {p:.0%}',
-              f'groups: {m["mixed"]:.0%} mixed, {1-m["mixed"]:.0%} dead ({m["dead_expected"]:.0%} if all questions were equally hard)',
+              f'groups: {m["mixed"]:.0%} mixed, {1-m["mixed"]:.0%} dead'
+              + ('' if graded else f' ({m["dead_expected"]:.0%} if all questions were equally hard)'),
               f'sampler and scorer: at most {m["gap"]:.1g} nats apart',
               f'time: {n*k} samples in {m["seconds_generate"]:.1f} s, the verifier {1000*m["seconds_verify"]:.2g} ms for each']
-    if any(isinstance(module, LoRALinear) for module in model.modules()) and not failure:
+    if failures: notes.append(f'not judged: {unjudged} of {n*k} samples, {m["failures_greedy"]} of {n} greedy answers')
+    if graded:
+        notes.append(f'rewards: from {m["reward_min"]:g} to {m["reward_max"]:g}, {m["reward_mean"]:.3g} on average; 1 and more is a pass')
+    if trainer:
         trained, total = trainable_parameters(model)
-        m |= dict(seconds_step=_step_seconds(model, tokenizer, family, k, groups_per_step), parameters=total, trainable=trained,
+        m |= dict(seconds_step=float('nan'), parameters=total, trainable=trained,
                   megabytes=(sum(p.numel()*p.element_size() for p in model.parameters()) + 12*trained) / 2**20)
-        seconds = m['seconds_step']
-        notes += [f'step: {groups_per_step} groups take {seconds:.1f} s, so a hundred steps {seconds*100/60:.1f} minutes',
-                  f'parameters: {trained:,} of {total:,} are trained; with their gradients and optimizer they need '
+        try: m['seconds_step'] = seconds = _step_seconds(trainer)
+        except (RuntimeError, ValueError) as e: pointless.append(f'a training step fails: {type(e).__name__}: {e}')
+        else: notes.append(f'step: {groups_per_step} groups take {seconds:.1f} s, so a hundred steps {seconds*100/60:.1f} minutes')
+        notes += [f'parameters: {trained:,} of {total:,} are trained; with their gradients and optimizer they need '
                   f'{m["megabytes"]:.0f} MB, and activations come on top']
     order = sorted(range(n), key=lambda i: (high[i] <= low[i]).item())[:3]       # mixed groups first, best and worst sample of each
-    examples = [(prompts[i], groups[i].completions[j], rewards[i, j].item())
-                for i in order for j in (rewards[i].argmax().item(), rewards[i].argmin().item())]
+    best, worst = rewards.nan_to_num(-float('inf')).argmax(1), rewards.nan_to_num(float('inf')).argmin(1)
+    examples = [(_asked(prompts[i]), groups[i].completions[j], rewards[i, j].item())
+                for i in order for j in dict.fromkeys((best[i].item(), worst[i].item()))]
     return Check(m, examples, notes, advice, pointless)

@@ -170,7 +170,7 @@ class RunResult:
     interrupted:bool       # Ended by Ctrl-C
     seconds:float          # Of training, without exams, since it was started or resumed
 
-# %% ../nbs/27_runs.ipynb #b998b237
+# %% ../nbs/27_runs.ipynb #47827bb3
 def _free_folder(config):
     "The first of runs/TASK, runs/TASK-2, ... that holds no run"
     name = config.task.split(':')[-1] if '.py:' in config.task else Path(config.task).stem
@@ -199,12 +199,14 @@ def _examine(trainer, exam):
                            failures=[] if trainer.on_error == 'skip' else None)
 
 def _exam_record(e): return dict(pass_rate=e.pass_rate, interval=e.interval, n=e.n, answers=[
-    dict(prompt=prompt_text(t.prompt), answer=t.answer, completion=c, score=s) for t,c,s in zip(e.tasks, e.completions, e.scores)])
+    dict(prompt=prompt_text(t.prompt), answer=getattr(t, 'answer', None), completion=c, score=s)
+    for t,c,s in zip(e.tasks, e.completions, e.scores)])
 
 def _write_json(path, value):
     "Beside, then renamed: a reader finds the old text or the new one"
     beside = path.with_name(path.name + '.tmp')
-    beside.write_text(json.dumps(_measured(value), indent=1, allow_nan=False) + '\n', encoding='utf-8')
+    text = json.dumps(_measured(value), indent=1, allow_nan=False, default=str)          # an answer may be anything
+    beside.write_text(text + '\n', encoding='utf-8')
     os.replace(beside, path)
 
 def _files(config):
@@ -307,7 +309,7 @@ def train_run(
             _write_json(folder/'config.json', _about(config, trainer))
         return _loop(folder, config, family, trainer, exam, before, progress, checkpoint_every, tracker)
 
-# %% ../nbs/27_runs.ipynb #20d55dbf
+# %% ../nbs/27_runs.ipynb #7da1e78c
 def resume_run(
     folder,                        # A run folder
     changes:dict=None,             # Settings to change from here on
@@ -328,6 +330,8 @@ def resume_run(
         with _locked(folder):
             for left in (*folder.rglob('.tmp*'), *folder.rglob('*.tmp')): left.unlink(missing_ok=True)   # of a kill while writing
             lengths = _restore(trainer, folder)
+            if (done := len(trainer.history.get('reward_mean', ()))) > config.steps:
+                raise ValueError(f'{folder} has taken {done} steps already; steps must be at least that, got {config.steps}')
             for name in _RECORDS:
                 with open(folder/f'{name}.jsonl', 'ab') as f:
                     if f.tell() < lengths.get(name, 0): raise ValueError(f'{folder}/{name}.jsonl is shorter than its checkpoint says')
@@ -362,7 +366,7 @@ def read_config(
     try: return RunConfig(**json.loads((folder/'config.json').read_text(encoding='utf-8'))['config'])
     except (ValueError, KeyError, TypeError) as e: raise ValueError(f'{folder} holds no readable run: {type(e).__name__}: {e}') from e
 
-# %% ../nbs/27_runs.ipynb #95830cec
+# %% ../nbs/27_runs.ipynb #b35c34ef
 def load_run(
     folder,          # A run folder
 )->tuple:            # Its `RunConfig`, the policy with its adapter, and the tokenizer
@@ -376,9 +380,11 @@ def evaluate_run(
     folder,                   # A run folder
     verifier:Callable=None,   # Judge by this one (default: the run's own)
     exam_size:int=None,       # Questions (default: the run's own number)
+    changes:dict=None,        # Settings that differ from the run's own, such as `verifier_seconds`
 )->Evaluation:
     "Hold the exam of a finished run again"
     config, model, tokenizer = load_run(folder)
+    config = replace(config, **(changes or {}))
     family = config.family()
     exam, failures = held_out_tasks(family, exam_size or config.exam_size), [] if config.on_error == 'skip' else None
     with _judge(config, verifier or family.verifier) as judge:
