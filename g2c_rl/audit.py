@@ -102,7 +102,7 @@ def audit_run(
     return Audit([mean(b, 0) for b in both], [mean(b, 1) for b in both], parting_step(gaps), found, missed, sum(map(len, both)), exam,
                  len(failures or ()))
 
-# %% ../nbs/32_audit.ipynb #20297e18
+# %% ../nbs/32_audit.ipynb #725241f3
 def audit_summary(
     audit:Audit,       # From `audit_run`
     patterns:int = 5,  # How many to list
@@ -110,9 +110,9 @@ def audit_summary(
     "An audit, for people"
     n, early = len(audit.exam), slice(0, 5)
     rates = [sum(row[i] for row in audit.exam)/n for i in (2, 3)]
-    gap = fmean(audit.reward[early]) - fmean(audit.truth[early])
-    lines = [f'samples   {audit.samples:,} in {len(audit.reward)} steps; gap at the start {gap:+.1%}, at the end '
-             f'{fmean(audit.reward[-5:]) - fmean(audit.truth[-5:]):+.1%}',
+    gap = lambda steps: round(fmean(audit.reward[steps]) - fmean(audit.truth[steps]), 3) + 0.        # no -0.0%
+    lines = [f'samples   {audit.samples:,} in {len(audit.reward)} steps; gap at the start {gap(early):+.1%}, at the end '
+             f'{gap(slice(-5, None)):+.1%}',
              f'parting   step {audit.parted}' if audit.parted else 'parting   none: the gap has not grown beyond its noise for good',
              f'exam      {n} fresh greedy answers: the reward passes {rates[0]:.1%}, the audit {rates[1]:.1%}', '']
     if audit.unjudged: lines.insert(-1, f'not judged {audit.unjudged:,} samples and answers, on which a verifier failed; they are left out')

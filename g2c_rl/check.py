@@ -92,7 +92,7 @@ def _step_seconds(trainer):
             for p,before in kept: p.copy_(before); p.grad = None
     return perf_counter() - start
 
-# %% ../nbs/16_check.ipynb #cca07249
+# %% ../nbs/16_check.ipynb #73f88810
 def _judge_verifier(verifier, tasks, advice, pointless):
     "What right answers and foils say about the verifier"
     failures = []
@@ -134,7 +134,7 @@ def _judge_samples(m, k, longest, on_error, advice, pointless):
         pointless.append(f'all {m["samples"]} samples passed: there is nothing left to learn; make the task harder')
     elif m['mixed'] == 0:
         pointless.append('no group has both passes and failures: nothing tells the policy which answers were better; raise k')
-    elif m['mixed'] < .1:
+    elif m['mixed'] < .25:
         advice.append(f'only {m["mixed"]:.0%} of the groups are mixed, and the other samples will teach nothing; '
                       'a larger k, or easier questions, would help')
     if m['truncated'] >= .2 and (m['sampled'] or m['mixed']):
@@ -143,7 +143,7 @@ def _judge_samples(m, k, longest, on_error, advice, pointless):
         pointless.append(f'sampler and scorer disagree by {m["gap"]:.3g} nats about the same completions: '
                          'the gradient would be that of another policy')
 
-# %% ../nbs/16_check.ipynb #f6e431d6
+# %% ../nbs/16_check.ipynb #f5a4c853
 def check_task(
     model,                     # Policy; with adapters (see `add_lora`) a step is timed too
     tokenizer,                 # Its tokenizer
@@ -153,9 +153,10 @@ def check_task(
     groups_per_step:int = 8,   # Prompts in a step of the planned run
     seed:int = 0,              # Of questions and samples
     on_error:str = 'stop',     # What the planned run does when the verifier fails: `stop` or `skip`
+    progress:Callable = None,  # Called with the number of questions that were asked, as it grows
 )->Check:                      # Its `pointless` is empty if a run makes sense; `print` it for all of it
     "Look for what would waste a run"
-    for name,value,low in (('n', n, 1), ('k', k, 2)):
+    for name,value,low in (('n', n, 1), ('k', k, 2), ('groups_per_step', groups_per_step, 1)):
         if value < low: raise ValueError(f'{name} must be at least {low}, got {value}')
     rng, advice, pointless, longest, verifier = Random(seed), [], [], family.max_new_tokens, family.verifier
     trainer = None                                                                # made first, since it looks at its settings
@@ -163,21 +164,23 @@ def check_task(
         trainer = GRPOTrainer(model, tokenizer, family.make, verifier, k, groups_per_step, longest, on_error='skip')
     tasks = [family.make(rng) for _ in range(n)]
     notes = _judge_verifier(verifier, tasks[:8], advice, pointless)
-    prompts = [t.prompt for t in tasks]
+    prompts, generator, groups, answers, failures = [t.prompt for t in tasks], torch.Generator().manual_seed(seed), [], [], []
     start = perf_counter()
-    groups = sample_groups(model, tokenizer, prompts, k, longest, torch.Generator().manual_seed(seed))
+    for i in range(0, n, groups_per_step):                                        # as in a step, so that it needs no more memory
+        groups += sample_groups(model, tokenizer, prompts[i:i+groups_per_step], k, longest, generator)
+        if progress: progress(len(groups))
     generated = perf_counter()
-    failures = []
     rewards = _rewards(verifier, tasks, groups, failures)
     verified, unjudged = perf_counter(), len(failures)
-    greedy = _rewards(verifier, tasks, greedy_completions(model, tokenizer, prompts, longest), failures)
+    for i in range(0, n, groups_per_step*k): answers += greedy_completions(model, tokenizer, prompts[i:i+groups_per_step*k], longest)
+    greedy = _rewards(verifier, tasks, answers, failures)
     known = ~rewards.isnan()
     low, high = rewards.nan_to_num(float('inf')).amin(1), rewards.nan_to_num(-float('inf')).amax(1)
     mean = lambda x: x.double().mean().item() if len(x) else 0.
     p, judged, graded = mean(rewards[known] >= 1), known.any(1), bool(set(rewards[known].tolist()) - {0., 1.})
     m = dict(greedy=mean(greedy >= 1), sampled=p, mixed=mean((high > low)[judged]), all_pass=mean((low >= 1)[judged]), samples=n*k,
              reward_mean=mean(rewards[known]), reward_min=low.min().item(), reward_max=high.max().item(),
-             dead_expected=float('nan') if graded else p**k + (1 - p)**k, gap=_gap(model, groups),
+             dead_expected=float('nan') if graded else p**k + (1 - p)**k, gap=_gap(model, groups[:groups_per_step]),
              truncated=mean(torch.cat([~g.finished for g in groups])), length=mean(torch.cat([g.lengths for g in groups])),
              failures=unjudged, failures_greedy=len(failures) - unjudged, failure=str(failures[0]) if failures else None,
              seconds_generate=generated - start, seconds_verify=(verified - generated)/(n*k))

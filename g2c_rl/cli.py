@@ -102,7 +102,7 @@ def make_parser()->ArgumentParser:
     for add in (_add_training, _add_reading, _add_models): add(commands)
     return parser
 
-# %% ../nbs/34_cli.ipynb #c4b35754
+# %% ../nbs/34_cli.ipynb #3f2777a6
 def _given(args, need_task):
     "The settings that were typed"
     given = {f.name: getattr(args, f.name) for f in fields(RunConfig) if f.name in args}
@@ -132,7 +132,7 @@ def _changes(args): return {name: getattr(args, name) for name in ('exam_size', 
 def _evaluate(args):
     from g2c_rl.runs import evaluate_run
     found = evaluate_run(args.run, load_verifier(args.verifier) if args.verifier else None, changes=_changes(args))
-    print(f'held-out, greedy: {found}')
+    print(f'held-out, greedy{f", judged by {args.verifier}" if args.verifier else ""}: {found}')
 
 def _compare(args):
     from g2c_rl.compare import compare_runs
@@ -151,16 +151,18 @@ def _check(args):
     model, tokenizer = load_policy(config.model, find_device(config.device), config.adapter)
     if not config.adapter: add_lora(model, config.rank, seed=config.seed)
     family = config.family()
+    def progress(asked): print(f'\r\x1b[Kasked {asked} of {args.n} questions', end='', file=sys.stderr, flush=True)
     with _judge(config, family.verifier) as judge:
-        check = check_task(model, tokenizer, replace(family, verifier=judge), args.n, config.k, config.groups_per_step, config.seed,
-                           config.on_error)
+        try: check = check_task(model, tokenizer, replace(family, verifier=judge), args.n, config.k, config.groups_per_step, config.seed,
+                                config.on_error, progress if sys.stderr.isatty() else None)
+        finally: print('\r\x1b[K' if sys.stderr.isatty() else '', end='', file=sys.stderr, flush=True)
     print(check)
     return 1 if check.pointless else 0
 
 def _merge(args):
     from g2c_rl.runs import merge_run
     merge_run(args.run, args.out)
-    print(f'a model without adapters: {args.out}')
+    print(f'the model, with the adapter in its weights: {args.out} (AutoModelForCausalLM.from_pretrained({str(args.out)!r}) loads it)')
 
 def _fetch(args):
     from g2c_rl.smollm2 import describe_smollm2, fetch_smollm2

@@ -398,7 +398,7 @@ def merge_run(
     config, model, tokenizer = load_run(folder)
     save_policy(merge_adapters(model), tokenizer, out)
 
-# %% ../nbs/27_runs.ipynb #7230fb56
+# %% ../nbs/27_runs.ipynb #01eda6c3
 def summarize(
     result:RunResult,  # From `train_run`
     answers:int = 3,   # Prompts to show with both answers
@@ -418,4 +418,5 @@ def summarize(
     for i in changed[:answers]:
         show = lambda e: f'{e.completions[i]!r} ({"right" if e.scores[i] >= 1 else "wrong"})'
         lines += [prompt_text(result.before.tasks[i].prompt), f'  before {show(result.before)}   after {show(result.after)}']
-    return '\n'.join(lines + ['', f'saved in {result.folder}/ (score it again: g2c-rl evaluate {result.folder})'])
+    what = f'go on: g2c-rl train --resume {result.folder}' if result.interrupted else f'score it again: g2c-rl evaluate {result.folder}'
+    return '\n'.join(lines + ['', f'saved in {result.folder}/ ({what})'])

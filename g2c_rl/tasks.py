@@ -235,7 +235,7 @@ def get_family(
     if name not in families: raise ValueError(f'unknown task {name!r}; known tasks: {", ".join(families)}')
     return families[name]
 
-# %% ../nbs/01_tasks.ipynb #866183df
+# %% ../nbs/01_tasks.ipynb #36727778
 def held_out_tasks(
     family:Family,  # From `families`, or one of your own
     n:int = 200,    # How many different prompts
@@ -253,4 +253,4 @@ def held_out_tasks(
         barren = barren + 1 if key in exam else 0
         exam.setdefault(key, task)
     if len(exam) == n: return list(exam.values())
-    raise ValueError(f'found only {len(exam)} different held-out prompts, fewer than n={n}; ask for fewer')
+    raise ValueError(f'found only {len(exam)} different held-out prompts, fewer than n={n}; ask for at most {len(exam)} (exam_size)')

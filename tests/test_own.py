@@ -1,11 +1,13 @@
 """From the command line: a task and a verifier of one's own, its failures, its limits, and what comes out."""
 import json
+import re
 import threading
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 from g2c_rl import cli
 from g2c_rl.config import RunConfig
 from g2c_rl.evaluation import greedy_completions
@@ -253,3 +255,44 @@ def test_fewer_steps_than_were_taken(home, said):
     status, text = said('train --resume run --steps 2 --allow-changes')
     assert status == 2 and 'has taken 3 steps already' in text, text
     assert before == (Path('run/config.json').read_bytes(), Path('run/evaluation.json').read_bytes())
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+def test_a_folder_of_ones_own_and_chat_messages(home, said):
+    transformers, tokenizers = pytest.importorskip('transformers'), pytest.importorskip('tokenizers')
+    spelled = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i,c in enumerate(['<e>', 'Ġ', 'Ċ', *map(chr, range(33, 127))])}, []))
+    spelled.pre_tokenizer, spelled.decoder = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False), tokenizers.decoders.ByteLevel()
+    shape = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=96)
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, bos_token_id=None, eos_token_id=0, pad_token_id=0))
+    for name,template in (('chatty', TEMPLATE), ('plain', None)):
+        llama.save_pretrained(name)
+        transformers.PreTrainedTokenizerFast(tokenizer_object=spelled, eos_token='<e>', pad_token='<e>', chat_template=template).save_pretrained(name)
+    rows = [dict(prompt=[dict(role='user', content=f'Say {i}.')], answer=i) for i in range(60)]
+    Path('chat.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    Path('any.py').write_text('def has_e(task, completion): return float("e" in completion.lower())')
+    flags = '--data chat.jsonl --verifier any.py:has_e --max-new-tokens 6 --model'
+    status, text = said(f'check {flags} plain --n 2')
+    assert status == 2 and 'no chat template' in text and 'smollm2-135m' in text, text
+    assert 'sampler and scorer' in said(f'check {flags} chatty --n 4')[1]
+    status, text = said(f'train {flags} chatty --steps 2 --groups-per-step 4 --exam-size 5 --out run')
+    assert status == 0 and 'user: Say ' in text, text
+    for line in ('evaluate run', 'report run', 'audit run --verifier any.py:has_e', 'merge run --out whole'):
+        status, text = said(line)
+        assert status == 0, text
+    whole, merged = load_policy('whole'), transformers.AutoModelForCausalLM.from_pretrained('whole')
+    ids = torch.tensor([whole[1].encode(rows[0]['prompt'])])
+    with torch.no_grad(): assert torch.allclose(load_run('run')[1](ids), merged(ids).logits, atol=1e-4)
+
+def test_the_readme_does_what_it_says(home, said):
+    text = (ROOT/'README.md').read_text(encoding='utf-8').split('## Bring your own')[1].split('\n## ')[0]
+    code, shell = re.search(r'```python\n(.*?)```', text, re.S)[1], re.search(r'```sh\n(.*?)```', text, re.S)[1]
+    Path('my_task.py').write_text(code)
+    lines = [line.split('#')[0].strip().removeprefix('g2c-rl ') for line in shell.splitlines()]
+    assert [line.split()[0] for line in lines] == ['check', 'train', 'evaluate', 'audit', 'merge']
+    for line in lines:
+        status, printed = said(line)
+        assert status == 0, (line, printed)
+        if line.startswith('train'): assert float(re.search(r"after +([\d.]+)%", printed)[1]) > 50
+    transformers = pytest.importorskip('transformers')
+    assert transformers.AutoModelForCausalLM.from_pretrained('merged').config.model_type == 'llama'
+
