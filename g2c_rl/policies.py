@@ -32,7 +32,7 @@ def find_device(
 # %% ../nbs/15_policies.ipynb #b1b9be8b
 _loaders = {'baselm': load_baselm, 'smollm2-135m': load_smollm2}
 
-# %% ../nbs/15_policies.ipynb #dd81d6c6
+# %% ../nbs/15_policies.ipynb #118fab01
 def _own_llama(folder):
     "Whether this package's own model can read a folder"
     weights = any((folder/f).exists() for f in ('model.safetensors', 'model.safetensors.index.json'))
@@ -40,6 +40,8 @@ def _own_llama(folder):
     try: Config.from_hf(json.loads((folder/'config.json').read_text(encoding='utf-8')))
     except (ValueError, KeyError): return False
     return True
+
+_PARTS = {'config.json': ('config.json',), 'weights': ('*.safetensors', '*.bin'), 'tokenizer': ('tokenizer*', 'vocab*', '*.model')}
 
 def _load_other(name):
     "A folder or a hub name"
@@ -49,7 +51,9 @@ def _load_other(name):
         raise ValueError(f'{folder} holds an adapter and no model; name it with `adapter`, beside the model that it was trained on')
     try: return load_hf(name)
     except (OSError, ValueError) as e:
-        if folder.is_dir(): raise ValueError(str(e)) from e
+        if folder.is_dir():
+            lacks = [what for what,files in _PARTS.items() if not any(any(folder.glob(f)) for f in files)]
+            raise ValueError(f'{e}' + (f'; {folder} has no {" and no ".join(lacks)}' if lacks else '')) from e
         near = get_close_matches(str(name).lower(), _loaders, 1)
         raise ValueError(f'unknown model {str(name)!r}; ' + (f'did you mean {near[0]}? ' if near else '')
                          + f'known models: {", ".join(_loaders)}. {e}') from e

@@ -99,7 +99,7 @@ def verify_format_content(
     value = json.JSONDecoder(parse_int=_Number, parse_float=_Number).raw_decode(task.prefix + completion)[0]['answer']
     return float(isinstance(value, _Number) == isinstance(task.answer, int) and value == str(task.answer))
 
-# %% ../nbs/01_tasks.ipynb #bdd65c7c
+# %% ../nbs/01_tasks.ipynb #d578e884
 class VerifierError(ValueError): "A verifier raised, or returned something that is not a finite number"
 
 def _place(verifier, error=None):
@@ -107,7 +107,8 @@ def _place(verifier, error=None):
     inner = inspect.unwrap(verifier)
     inner = getattr(inner, 'func', inner)                                         # of a `partial`
     code = getattr(inner, '__code__', None) or getattr(inner.__call__, '__code__', None)
-    if code is None or not Path(code.co_filename).is_file(): return ''
+    ours = str(getattr(inner, '__module__', '')).startswith('g2c_rl.')            # a ready-made one is not yours to mend
+    if ours or code is None or not Path(code.co_filename).is_file(): return ''
     lines = [n for frame,n in walk_tb(error and error.__traceback__) if frame.f_code.co_filename == code.co_filename]
     return f' ({Path(code.co_filename).name}, line {lines[-1] if lines else code.co_firstlineno})'
 
@@ -211,7 +212,7 @@ def format_task(
             parts, question = (person, answer, things), f'The {person} has {answer} {things}. How many {things} does the {person} have?'
         if is_held_out(*parts) == held_out: return Task(f'{question} Reply in JSON. {prefix}', answer, prefix=prefix)
 
-# %% ../nbs/01_tasks.ipynb #4c7243ff
+# %% ../nbs/01_tasks.ipynb #19c2a6bf
 @dataclass(frozen=True)
 class Family:
     "A kind of task: how to make one, how to judge it, how long an answer may be"
@@ -220,6 +221,7 @@ class Family:
     max_new_tokens:int       # Completions are cut here
     chance:float|None = None # Pass rate of a policy that knows nothing, where there is one
     held_out:tuple = ()      # Every task of the exam, where they are a list
+    tasks:tuple = ()         # Every task to train on, where they are a list
 
 families = dict(
     arithmetic  = Family(arithmetic_choice_task, verify_arithmetic, 8, chance=.5),
