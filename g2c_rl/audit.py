@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['parting_step', 'pattern', 'Audit', 'audit_run', 'audit_summary', 'plot_audit', 'write_audit']
 
-# %% ../nbs/32_audit.ipynb #194cc685
+# %% ../nbs/32_audit.ipynb #8bd2d96f
 import json, re
 import matplotlib.pyplot as plt
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from random import Random
 from statistics import fmean, stdev
 from .evaluation import evaluate_policy
 from .plotting import trailing_mean
-from .runs import _judge, load_run, prompt_text, read_config
+from .runs import _judge, _needed, load_run, prompt_text, read_config, say_edited
 from .tasks import held_out_tasks, score
 
 # %% ../nbs/32_audit.ipynb #27114275
@@ -43,7 +43,7 @@ def pattern(
     "What kind of text this is"
     return re.sub(r'\s+', ' ', re.sub('[0-9]+', 'N', completion)).strip()
 
-# %% ../nbs/32_audit.ipynb #50bd8b7d
+# %% ../nbs/32_audit.ipynb #9ef6d66c
 def _passes(folder, config, family, verifier, failures):
     "For every sample on file that both have judged: its step, its group, its text, and whether reward and audit pass it"
     rng, tasks, drawn = Random(config.seed), {}, 0
@@ -59,7 +59,7 @@ def _passes(folder, config, family, verifier, failures):
             truth = score(verifier, tasks[s['group']], s['completion'], failures)
             if isfinite(truth): yield s['step'], s['group'], s['completion'], s['reward'] >= 1, truth >= 1
 
-# %% ../nbs/32_audit.ipynb #141efa23
+# %% ../nbs/32_audit.ipynb #ed8d7ee0
 @dataclass
 class Audit:
     "What a second verifier says about a finished run"
@@ -80,7 +80,9 @@ def audit_run(
 )->Audit:
     "Score a run's samples, step by step, and fresh answers to its exam with a second verifier"
     folder, config = Path(folder), replace(read_config(folder), **(changes or {}))
-    family, steps, liked, missed, failures = config.family(), {}, {}, 0, [] if config.on_error == 'skip' else None
+    with _needed(folder): family = config.family()
+    say_edited(folder, config, ('task', 'verifier'))
+    steps, liked, missed, failures = {}, {}, 0, [] if config.on_error == 'skip' else None
     with _judge(config, verifier) as second, _judge(config, family.verifier) as own:
         for step,group,text,reward,truth in _passes(folder, config, family, second, failures):
             steps.setdefault(step, {}).setdefault(group, []).append((reward, truth))
@@ -102,7 +104,7 @@ def audit_run(
     return Audit([mean(b, 0) for b in both], [mean(b, 1) for b in both], parting_step(gaps), found, missed, sum(map(len, both)), exam,
                  len(failures or ()))
 
-# %% ../nbs/32_audit.ipynb #725241f3
+# %% ../nbs/32_audit.ipynb #bf4a61a6
 def audit_summary(
     audit:Audit,       # From `audit_run`
     patterns:int = 5,  # How many to list
@@ -139,7 +141,7 @@ def plot_audit(
     ax.set(xlabel='step', ylabel='pass rate of samples', ylim=(0, 1.02)); ax.legend(frameon=False, loc='lower left')
     return ax
 
-# %% ../nbs/32_audit.ipynb #1ed58b49
+# %% ../nbs/32_audit.ipynb #53295c67
 def write_audit(
     folder,              # A finished run
     verifier:Callable,   # The second opinion

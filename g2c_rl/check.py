@@ -105,7 +105,7 @@ def _step_seconds(trainer):
             for p,before in kept: p.copy_(before); p.grad = None
     return perf_counter() - start
 
-# %% ../nbs/16_check.ipynb #613d7467
+# %% ../nbs/16_check.ipynb #511ff7d6
 def _judge_verifier(verifier, tasks, advice, pointless):
     "What right answers and foils say about the verifier"
     failures = []
@@ -138,7 +138,7 @@ def _judge_samples(m, k, longest, on_error, advice, pointless):
         advice.append(f'no sample reaches 1, and only that is a pass: rewards go from {m["reward_min"]:g} to {m["reward_max"]:g}, '
                       'so they may rise while the exam stays at 0 %. Give 1 for a full answer if that is not what you want')
     elif m['reward_min'] == m['reward_max'] not in (0, 1):
-        pointless.append(f'all {m["samples"] - m["failures"]} samples get the same reward, {m["reward_min"]:g}: nothing tells better from worse')
+        pointless.append(f'all {m["samples"] - m["failures"]} samples get the same reward, {m["reward_min"]:g}: none is better')
     elif m['sampled'] == 0:
         way_out = (f'Raise max_new_tokens first: {cut}' if m['truncated'] >= .5 else
                    'Make the task easier, show an example in the prompt, reward a part of the way, or start from another model')

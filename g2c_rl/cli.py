@@ -5,18 +5,18 @@
 # %% auto #0
 __all__ = ['make_parser', 'main']
 
-# %% ../nbs/34_cli.ipynb #89b8c64e
+# %% ../nbs/34_cli.ipynb #3916383a
 import sys
 from argparse import SUPPRESS, ArgumentParser
 from dataclasses import fields, replace
 from fastcore.docments import docments
 from . import __version__
-from .config import RunConfig
+from .config import RunConfig, going_on, setting, typed
 from .data import load_verifier
 from .tasks import VerifierError, families
 from pathlib import Path
 
-# %% ../nbs/34_cli.ipynb #8cddb63f
+# %% ../nbs/34_cli.ipynb #8c00ed8a
 def _add_task(parser):
     "The task, as a word or as a file"
     parser.add_argument('task', nargs='?', default=SUPPRESS, help=f'{docments(RunConfig)["task"]}; names: {", ".join(families)}')
@@ -32,7 +32,7 @@ def _add_settings(parser, *names):
         else: parser.add_argument(*flags, type=field.type, default=SUPPRESS, metavar=field.type.__name__.upper(),
                                   help=f'{help} (default: {field.default!r})')
 
-# %% ../nbs/34_cli.ipynb #f8644137
+# %% ../nbs/34_cli.ipynb #f9114cb1
 _LIMITS = 'on_error', 'verifier_seconds', 'verifier_memory_mb'
 _JUDGE = 'a ready-made verifier\'s name, or FILE.py:FUNCTION'
 
@@ -42,8 +42,10 @@ def _add_training(commands):
     _add_task(train)
     _add_settings(train, *(f.name for f in fields(RunConfig)[1:]))
     train.add_argument('--out', help='run folder; must not hold a run yet (default: a new one under runs/)', metavar='FOLDER')
-    train.add_argument('--checkpoint-every', type=int, default=20, help='steps between checkpoints (default: 20)', metavar='INT')
-    train.add_argument('--tracker', help='also send metrics to tensorboard, wandb, trackio or mlflow', metavar='NAME')
+    train.add_argument('--checkpoint-every', type=int, metavar='INT',
+                       help='steps between checkpoints (default: 20; with --resume, as before)')
+    train.add_argument('--tracker', metavar='NAME',
+                       help='also send metrics to tensorboard, wandb, trackio or mlflow (with --resume, as before)')
     train.add_argument('--resume', help='go on with the run in this folder, from its newest checkpoint', metavar='FOLDER')
     train.add_argument('--allow-changes', action='store_true', help='with --resume: accept settings that differ from the run\'s own')
     check = commands.add_parser('check', help='sample a task before training on it: is there anything to learn from?')
@@ -88,12 +90,12 @@ def _add_models(commands):
     learn.add_argument('--fresh', action='store_true', help='start again; the present folder is renamed, never deleted')
     learn.add_argument('--solutions', default='', metavar='A,B', help='pieces to give away: advantages, log_prob, grpo_loss, train_step')
 
-# %% ../nbs/34_cli.ipynb #58290bb8
+# %% ../nbs/34_cli.ipynb #583a950d
 class _Parser(ArgumentParser):
     "Says what is wrong in one line, without a screen of usage"
     def error(self, message): self.exit(2, f'g2c-rl: {message}; see {self.prog} --help\n')
 
-# %% ../nbs/34_cli.ipynb #c605009b
+# %% ../nbs/34_cli.ipynb #57ca1268
 def make_parser()->ArgumentParser:
     "The command line, as a parser"
     parser = _Parser(prog='g2c-rl', description='Reinforcement learning with verifiable rewards, by a simplified GRPO loop.')
@@ -102,7 +104,7 @@ def make_parser()->ArgumentParser:
     for add in (_add_training, _add_reading, _add_models): add(commands)
     return parser
 
-# %% ../nbs/34_cli.ipynb #3f2777a6
+# %% ../nbs/34_cli.ipynb #46d3ac25
 def _given(args, need_task):
     "The settings that were typed"
     given = {f.name: getattr(args, f.name) for f in fields(RunConfig) if f.name in args}
@@ -117,13 +119,16 @@ def _train(args):
     if args.resume and args.out: raise ValueError('--resume goes on in the run\'s own folder; leave --out away')
     if args.allow_changes and not args.resume: raise ValueError('--allow-changes goes with --resume')
     config = None if args.resume else RunConfig(**given)
-    from g2c_rl.runs import Progress, _free_folder, read_config, resume_run, summarize, train_run
+    if config: config.family()                             # a wrong name is answered before anything is loaded
+    from g2c_rl.records import Progress
+    from g2c_rl.runs import _free_folder, read_config, resume_run, summarize, train_run
     if args.resume:
         progress = Progress(given.get('steps', read_config(args.resume).steps))
         result = resume_run(args.resume, given, progress, args.checkpoint_every, args.allow_changes, args.tracker)
     else:
+        every = 20 if args.checkpoint_every is None else args.checkpoint_every
         args.out = args.out or _free_folder(config)        # an error may have to name it
-        result = train_run(config, args.out, Progress(config.steps), args.checkpoint_every, args.tracker)
+        result = train_run(config, args.out, Progress(config.steps), every, args.tracker)
     print('\n' + summarize(result))
     return 130 if result.interrupted else 0
 
@@ -144,13 +149,13 @@ def _audit(args):
 
 def _check(args):
     config = RunConfig(**_given(args, True))
+    family = config.family()                               # a wrong name is answered before anything is loaded
     from g2c_rl.check import check_task
     from g2c_rl.lora import add_lora
     from g2c_rl.policies import find_device, load_policy
     from g2c_rl.runs import _judge
     model, tokenizer = load_policy(config.model, find_device(config.device), config.adapter)
     if not config.adapter: add_lora(model, config.rank, seed=config.seed)
-    family = config.family()
     def progress(asked): print(f'\r\x1b[Kasked {asked} of {args.n} questions', end='', file=sys.stderr, flush=True)
     with _judge(config, family.verifier) as judge:
         try: check = check_task(model, tokenizer, replace(family, verifier=judge), args.n, config.k, config.groups_per_step, config.seed,
@@ -191,7 +196,7 @@ def _baselm(args):
 _deeds = dict(train=_train, check=_check, experiment=_experiment, evaluate=_evaluate, report=_report, compare=_compare, audit=_audit,
               fetch=_fetch, merge=_merge, baselm=_baselm, learn=_learn)
 
-# %% ../nbs/34_cli.ipynb #b377a8d5
+# %% ../nbs/34_cli.ipynb #49af66b5
 def _sentence(error):
     "An error in words, without the system's number for it"
     if not isinstance(error, OSError) or not error.strerror: return str(error) or type(error).__name__
@@ -200,13 +205,15 @@ def _sentence(error):
 def _way_out(args, cause):
     "What to type after a verifier has failed"
     run = args.command == 'train' and (args.resume or args.out)
-    again = f'g2c-rl train --resume {run} --allow-changes' if run and (Path(run)/'config.json').exists() else '(the same command)'
-    ways = {'when it is mended': '', 'or leave such completions out and count them': '--on-error skip'}
-    if isinstance(cause, TimeoutError): ways['or allow it more time'] = '--verifier-seconds N'
-    if isinstance(cause, MemoryError): ways['or allow it more memory'] = '--verifier-memory-mb N'
+    again = going_on(run, allow_changes=True) if run and (Path(run)/'config.json').exists() else '(the same command)'
+    ways = {'when it is mended': ''}
+    if getattr(args, 'on_error', 'stop') == 'stop': ways['or leave such completions out and count them'] = setting('on_error', 'skip')
+    if isinstance(cause, TimeoutError): ways['or allow it more time'] = setting('verifier_seconds', 'N')
+    if isinstance(cause, MemoryError): ways['or allow it more memory'] = setting('verifier_memory_mb', 'N')
     return '\n'.join(f'  {what + ":":46}{again} {flag}'.rstrip() for what,flag in ways.items())
 
-# %% ../nbs/34_cli.ipynb #eaadf105
+# %% ../nbs/34_cli.ipynb #cd634531
+@typed()
 def main(
     argv:list[str]=None,  # Words after `g2c-rl` (default: those that were typed)
 )->int:                   # Exit status: 0, 1 if a check advises against a run, 2 for bad input, 130 for Ctrl-C

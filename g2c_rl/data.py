@@ -203,7 +203,7 @@ def _check_builder(make, name):
     if [t.prompt for t in draw(False)] != [t.prompt for t in draw(False)]:
         raise ValueError(f'{name} gives other tasks for the same rng; draw everything from rng, so that a run can be repeated')
 
-# %% ../nbs/12_data.ipynb #de6472d2
+# %% ../nbs/12_data.ipynb #75e1f76f
 _MAX_NEW_TOKENS = 32   # for a file, which does not say
 
 def _unknown(name):
@@ -232,7 +232,8 @@ def load_family(
     else: raise ValueError(_unknown(name))
     if isinstance(found, list):
         train, exam = split_tasks(found if all(isinstance(t, Task) for t in found) else read_tasks(found))
-        found = Family(lambda rng, held_out=False: rng.choice(exam if held_out else train), None, _MAX_NEW_TOKENS, held_out=tuple(exam), tasks=tuple(train))
+        found = Family(lambda rng, held_out=False: rng.choice(exam if held_out else train), None, _MAX_NEW_TOKENS,
+                       held_out=tuple(exam), tasks=tuple(train))
     elif name not in families:
         if not isinstance(found, Family): found = Family(_builder(found, name), None, _MAX_NEW_TOKENS)
         _check_builder(found.make, name)

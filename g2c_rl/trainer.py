@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['GRPOTrainer', 'NonFiniteError']
 
-# %% ../nbs/08_trainer.ipynb #0b58b6f9
-import signal, torch
+# %% ../nbs/08_trainer.ipynb #4917eb85
+import signal, sys, torch
 from collections.abc import Callable
 from contextlib import contextmanager
 from fastcore.basics import patch
+from importlib import import_module
 from random import Random
 from threading import current_thread, main_thread
 from time import perf_counter
@@ -128,16 +129,17 @@ def train_step(self:GRPOTrainer)->dict[str, float]:
             self.optimizer.step()
     return _metrics(groups, rewards, advantages, loss, kl, grad_norm, clock + [perf_counter()])
 
-# %% ../nbs/08_trainer.ipynb #6e1df648
+# %% ../nbs/08_trainer.ipynb #cd0f6547
 def _metrics(groups, rewards, advantages, loss, kl, grad_norm, clock):
     "The record of one step; NaN where nothing was measured"
-    dead, judged = ~advantages.any(-1), ~rewards.isnan()
+    judged = ~rewards.isnan()
+    dead = ~advantages.any(-1) & judged.any(-1)                       # of a group that nobody could judge, nothing is known
     top = rewards.masked_fill(~judged, -float('inf')).amax(-1)        # a group's best; of a dead group, everybody's
     groups_judged = [r[j] for r,j in zip(rewards, judged) if j.any()]
     means, spreads = (torch.stack([f(r) for r in groups_judged] or [rewards.new_tensor(float('nan'))])
                       for f in (torch.mean, lambda r: r.std() if len(r) > 1 else r.new_tensor(0.)))
     lengths = torch.cat([g.lengths for g in groups]).cpu().double()
-    live = not dead.all()
+    live = bool(advantages.any())
     return dict(
         reward_mean=rewards[judged].mean().item(), reward_spread=spreads.mean().item(),
         reward_spread_between=means.std().item() if len(means) > 1 else float('nan'),
@@ -147,8 +149,8 @@ def _metrics(groups, rewards, advantages, loss, kl, grad_norm, clock):
         tokens=lengths.sum().item(), updated=float(live), nonfinite=0., verifier_errors=float((~judged).sum()),
         seconds_generate=clock[1]-clock[0], seconds_score=clock[2]-clock[1], seconds_update=clock[3]-clock[2] if live else float('nan'))
 
-# %% ../nbs/08_trainer.ipynb #2a4bfd25
-class NonFiniteError(ArithmeticError): "A gradient was not finite; the step was not taken"
+# %% ../nbs/08_trainer.ipynb #7fd7e3fa
+class NonFiniteError(ArithmeticError): "A gradient or a weight was not finite; the step was not taken"
 
 def _cause(trainer):
     "Which gradients are not finite, and which completions of the latest batch have no finite log-prob"
@@ -198,18 +200,26 @@ def _whole_steps(trainer):
         hook.remove()
         _hold.__exit__()
 
-# %% ../nbs/08_trainer.ipynb #b302e8bf
+# %% ../nbs/08_trainer.ipynb #3c74e139
+def _live_view():
+    "Where a notebook shows what it is sent, a view of the training; elsewhere nothing"
+    shell = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
+    return import_module('g2c_rl.live').LiveView() if hasattr(shell, 'kernel') else None
+
+# %% ../nbs/08_trainer.ipynb #66c4f82e
 @patch
 def train(self:GRPOTrainer,
     steps:int,                     # Rollout steps to take, at least 1
-    callback:Callable=None,        # `(trainer, metrics)`, called after every step
+    callback:Callable=None,        # `(trainer, metrics)`, called after every step (default: a live view in Jupyter); False for none
     skip_nonfinite:bool = False,   # Leave out an update whose gradient is not finite, and count it, instead of stopping
 )->dict[str, list]:                # The history so far: one list for each metric
     "Take rollout steps and record them"
     if steps < 1: raise ValueError(f'steps must be at least 1, got {steps}')
+    if callback is None: callback = _live_view()
     with _whole_steps(self):
         for self.steps_left in reversed(range(steps)):
             try: metrics = self.train_step()
+            except FloatingPointError as e: raise NonFiniteError(f'{e}; nothing can be sampled from it') from e
             except RuntimeError as e:
                 if 'non-finite' not in str(e): raise
                 if not skip_nonfinite: raise NonFiniteError(_cause(self)) from e

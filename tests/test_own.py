@@ -2,7 +2,6 @@
 import json
 import re
 import threading
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -172,7 +171,7 @@ def test_a_failure_in_a_step_says_how_to_go_on(home, said):
     Path('late.py').write_text('''
 def score(task, completion, calls=[]):
     calls.append(1)
-    if len(calls) > 60: raise RuntimeError('tired')
+    if 60 < len(calls) < 70: raise RuntimeError('tired')
     return float(str(task.answer) in completion)
 ''')
     status, text = said(f'train --data my.jsonl --verifier late.py:score --steps 3 {SMALL}')
@@ -186,7 +185,7 @@ def test_other_commands_have_limits_too(home, said):
         status, text = said(f'{line} --verifier-seconds .1')
         assert status == 2 and 'within the limit of 0.1 s' in text, text
     status, text = said('evaluate run --verifier my.py:stuck --exam-size 2 --verifier-seconds .1 --on-error skip')
-    assert status == 0, text
+    assert status == 2 and 'none of the 2 answers of the exam could be judged' in text and '--on-error skip' not in text, text
     status, text = said('audit run --verifier my.py:score --on-error skip --verifier-seconds 30')
     assert status == 0 and 'not judged' in text, text
     status, text = said('check --data my.jsonl --verifier my.py:stuck --verifier-seconds .01 --n 2 --k 2')
@@ -210,7 +209,7 @@ wishes = [Wish(f'Say {i} again:') for i in range(60)]
         status, text = said(f'train {flags} --steps 2 --groups-per-step 4 --exam-size 5 --out {task}')
         assert status == 0, text
         for line in ('evaluate', 'report', 'audit --verifier bare.py:score'): assert said(f'{line} {task}')[0] == 0
-    assert {a['answer'] for a in json.loads(Path('rows/evaluation.json').read_text())['after']['answers']} <= {str(Fraction(i, 2)) for i in range(60)}
+    assert all('/2' in a['prompt'] and isinstance(a['answer'], str) for a in json.loads(Path('rows/evaluation.json').read_text())['after']['answers'])
 
 @pytest.mark.parametrize('line, words', [
     ('check --data chat.jsonl --verifier last_number', 'a model that was trained to chat, such as smollm2-135m'),
