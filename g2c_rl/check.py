@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['right_answers', 'foils', 'try_verifier', 'check_prompts', 'Check', 'check_task']
 
-# %% ../nbs/16_check.ipynb #c4472417
+# %% ../nbs/16_check.ipynb #0a21f7cf
 import json
 import torch
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from .sampling import _check, eval_mode, greedy_completions, sample_groups
 from .tasks import Family, Task, score
 from .trainer import GRPOTrainer
 
-# %% ../nbs/16_check.ipynb #26b8ac62
+# %% ../nbs/16_check.ipynb #d691039a
 def right_answers(
     task:Task,        # A task
 )->dict[str, str]:    # A completion for each way to write its answer
@@ -44,7 +44,7 @@ def foils(
         some |= {'the answer inside of a longer one': f' 7{answer}7', 'the answer denied': f' not {answer}, no'}
     return some
 
-# %% ../nbs/16_check.ipynb #8985f5c9
+# %% ../nbs/16_check.ipynb #852a1526
 def try_verifier(
     verifier:Callable,     # `(task, completion) -> float`
     tasks:list[Task],      # At least one
@@ -57,7 +57,7 @@ def try_verifier(
         return {name: sum(passed)/len(passed) for name,passed in told.items()}
     return shares(right_answers), shares(foils)
 
-# %% ../nbs/16_check.ipynb #6e733457
+# %% ../nbs/16_check.ipynb #6f14bad6
 def check_prompts(
     model,           # Policy
     tokenizer,       # Its tokenizer
@@ -85,7 +85,7 @@ class Check:
         marked = [f'! {line}' for line in self.advice] + [f'!! {line}' for line in self.pointless]
         return '\n'.join([*self.notes, '', *shown, '', *(marked or ['Nothing speaks against a run.'])])
 
-# %% ../nbs/16_check.ipynb #fe0c0683
+# %% ../nbs/16_check.ipynb #97addb2d
 def _rewards(verifier, tasks, groups, failures):
     "Rewards (n, K), NaN where the verifier failed"
     return torch.tensor([[score(verifier, t, c, failures) for c in g.completions] for t,g in zip(tasks, groups)], dtype=torch.float64)
@@ -105,7 +105,7 @@ def _step_seconds(trainer):
             for p,before in kept: p.copy_(before); p.grad = None
     return perf_counter() - start
 
-# %% ../nbs/16_check.ipynb #511ff7d6
+# %% ../nbs/16_check.ipynb #5f86d0b2
 def _judge_verifier(verifier, tasks, advice, pointless):
     "What right answers and foils say about the verifier"
     failures = []
@@ -156,7 +156,7 @@ def _judge_samples(m, k, longest, on_error, advice, pointless):
         pointless.append(f'sampler and scorer disagree by {m["gap"]:.3g} nats about the same completions: '
                          'the gradient would be that of another policy')
 
-# %% ../nbs/16_check.ipynb #5643f0be
+# %% ../nbs/16_check.ipynb #91de8e16
 def check_task(
     model,                     # Policy; with adapters (see `add_lora`) a step is timed too
     tokenizer,                 # Its tokenizer

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LimitedVerifier']
 
-# %% ../nbs/10_limits.ipynb #7f399eef
+# %% ../nbs/10_limits.ipynb #d3449d47
 import builtins, io, json, os, pickle, signal, sys, traceback, warnings
 from collections.abc import Callable
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -43,7 +43,7 @@ def _limit_memory(mb):
     most = int(Path('/proc/self/statm').read_text().split()[0])*resource.getpagesize() + int(mb*2**20)
     resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
-# %% ../nbs/10_limits.ipynb #9169fc7f
+# %% ../nbs/10_limits.ipynb #0e5ae09a
 def _number(value):
     "A verifier's number as a float"
     number = value.item() if getattr(value, 'shape', None) == () else value        # a tensor or array of one number
@@ -79,7 +79,7 @@ def _serve(verifier, memory_mb, pipe, lifeline):
     except BaseException: status = 1
     finally: os._exit(status)                                                      # nothing that the parent would do at its end
 
-# %% ../nbs/10_limits.ipynb #e5d006f6
+# %% ../nbs/10_limits.ipynb #941a5e5a
 _workers = WeakSet()
 
 def _forget():
@@ -89,7 +89,7 @@ def _forget():
         w.pipe.close(); w.lifeline.close()
 
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_forget)
-_at_end = Finalize(None, lambda all: [w.end() for w in list(all)], [_workers], exitpriority=0)   # of Python
+_at_the_end = Finalize(None, lambda all: [w.end() for w in list(all)], [_workers], exitpriority=0)   # of Python
 
 # %% ../nbs/10_limits.ipynb #5b2956c4
 @contextmanager
@@ -162,7 +162,7 @@ def fate(self:_Worker):
            'SIGABRT': 'compiled code gave up, perhaps for want of memory'}.get(name, 'from outside, or by itself')
     return f'its worker was killed by {name}: {why}'
 
-# %% ../nbs/10_limits.ipynb #cff70907
+# %% ../nbs/10_limits.ipynb #93952286
 def _again(answer):
     "The error that a worker tells of"
     names = answer['raised']
@@ -174,7 +174,7 @@ def _again(answer):
     error.place = answer['place']                                        # for `score`, which can't see into another process
     return error
 
-# %% ../nbs/10_limits.ipynb #c14452ef
+# %% ../nbs/10_limits.ipynb #eea95bae
 class LimitedVerifier:
     "A verifier in a process of its own, which is killed and replaced when a call takes too long or too much"
     def __init__(self,
@@ -204,7 +204,7 @@ class LimitedVerifier:
         if self._worker: self._worker.end()
         self._worker = None
 
-# %% ../nbs/10_limits.ipynb #31bc679a
+# %% ../nbs/10_limits.ipynb #22dc1d00
 _START_SECONDS = 60
 
 @patch

@@ -80,7 +80,7 @@ def _choose_samples(records, steps, k, also=(), rows=400):
         if key in also: others[key].append(r)
     return groups, others, total
 
-# %% ../nbs/24_report.ipynb #84d896c9
+# %% ../nbs/24_report.ipynb #6376fb8e
 def _read(folder):
     "Everything of a run folder that its report shows"
     if not (folder/'config.json').exists(): raise FileNotFoundError(f'{folder} holds no run: config.json is missing')
@@ -98,8 +98,9 @@ def _read(folder):
     groups, others, total = _choose_samples(noted(records('samples')), [m['step'] for m in metrics], config.get('k', 8), also)
     try: chance = None if config.get('verifier') else get_family(config.get('task')).chance       # of the task with its own verifier
     except ValueError: chance = None
-    return dict(stopped=_object(folder/'stopped.json', damaged), errors=errors, about=about, config=config, chance=chance, exam=exam, metrics=metrics, alarms=alarms, tokens=tokens,
-                looked_at=looked_at,                 groups=groups, others=others, total=total, damaged=damaged, done=metrics[-1]['step'] if metrics else 0)
+    return dict(stopped=_object(folder/'stopped.json', damaged), errors=errors, total=total, damaged=damaged,
+                about=about, config=config, chance=chance, exam=exam, metrics=metrics, alarms=alarms, tokens=tokens,
+                looked_at=looked_at, groups=groups, others=others, done=metrics[-1]['step'] if metrics else 0)
 
 # %% ../nbs/24_report.ipynb #09f91051
 def _pen(
