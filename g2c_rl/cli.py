@@ -29,7 +29,7 @@ def _add_settings(parser, names):
         else: parser.add_argument(*flags, type=field.type, default=SUPPRESS, metavar=field.type.__name__.upper(),
                                   help=f'{help} (default: {field.default!r})')
 
-# %% ../nbs/34_cli.ipynb #59e7bc62
+# %% ../nbs/34_cli.ipynb #fc2c2e2e
 _JUDGE = 'a ready-made verifier\'s name, or FILE.py:FUNCTION'
 
 def _add_training(commands):
@@ -47,8 +47,8 @@ def _add_training(commands):
     _add_settings(check, ('model', 'adapter', 'verifier', 'max_new_tokens', 'k', 'groups_per_step', 'rank', 'seed', 'device'))
     check.add_argument('--n', type=int, default=32, help='questions (default: 32)', metavar='INT')
     experiment = commands.add_parser('experiment', help='make the missing histories of an experiment of the book')
-    experiment.add_argument('name', help='an experiment\'s name, or all', metavar='NAME')
-    experiment.add_argument('--seeds', type=int, default=5, help='runs of each arm (default: 5)', metavar='INT')
+    experiment.add_argument('name', help='an experiment\'s name, or all of the bundled model', metavar='NAME')
+    experiment.add_argument('--seeds', type=int, help='runs of each arm (default: 5; 3 of the real model)', metavar='INT')
     experiment.add_argument('--quick', action='store_true', help='everything at a size of seconds, into runs/quick')
     experiment.add_argument('--fresh', action='store_true', help='compute again what is already there')
     experiment.add_argument('--out', help='where histories go (default: the repository\'s, else experiments/)', metavar='FOLDER')

@@ -112,7 +112,7 @@ import copy, inspect
 import torch
 from torch import Tensor, nn
 
-# %% ../nbs/13_huggingface.ipynb #e19fb049
+# %% ../nbs/13_huggingface.ipynb #c577d8a3
 class HFPolicy(nn.Module):
     "A `transformers` causal language model as a policy"
     def __init__(self,
@@ -125,8 +125,8 @@ class HFPolicy(nn.Module):
         if not self.cache_name: raise ValueError(f'{type(model).__name__} takes no key/value cache; only attention models are supported')
         self.context_length = getattr(model.config.get_text_config(), 'max_position_embeddings', None)
 
-    def forward(self, ids, cache=None, pad=None, last=None):
-        T, start = ids.shape[1], 0 if cache is None else cache.length
+    def forward(self, ids, cache=None, pad=None, last=None, targets=None):
+        T, start, last = ids.shape[1], 0 if cache is None else cache.length, last if targets is None else targets.shape[1]
         columns = torch.arange(start + T, device=ids.device)
         where = columns[start:][None] if pad is None else columns[start:] - pad[:, None]        # (1 or B, T)
         options = dict(use_cache=cache is not None, position_ids=where.clamp(min=0).expand(len(ids), -1), logits_to_keep=last or 0)
@@ -134,7 +134,9 @@ class HFPolicy(nn.Module):
         if pad is not None: options['attention_mask'] = (columns >= pad[:, None]).long()        # (B, S)
         logits = self.wrapped(input_ids=ids, **{k: v for k,v in options.items() if k in self.takes}).logits
         if last is not None: logits = logits[:, -last:]
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if targets is None: return logits
+        return (logits.gather(-1, targets.clamp(min=0)) - logits.logsumexp(-1, keepdim=True)).masked_fill(targets < 0, 0.)
 
 # %% ../nbs/13_huggingface.ipynb #7ff38c25
 class HFCache:

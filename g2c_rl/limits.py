@@ -88,7 +88,7 @@ def _forget():
         w.pipe.close(); w.lifeline.close()
 
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_forget)
-Finalize(None, lambda all: [w.end() for w in list(all)], [_workers], exitpriority=0)   # at the end of Python
+_at_the_end = Finalize(None, lambda all: [w.end() for w in list(all)], [_workers], exitpriority=0)   # of Python
 
 # %% ../nbs/10_limits.ipynb #5b2956c4
 @contextmanager

@@ -12,6 +12,7 @@ from g2c_rl import experiments as lab
 from g2c_rl.audit import parting_step
 from g2c_rl.compare import group_runs, read_runs
 from g2c_rl.experiments import Arm, experiments, load_experiment, quick_arm, run_arm, run_experiment
+from g2c_rl.tasks import held_out_tasks
 
 RUNS = ROOT/'nbs'/'experiments'/'runs'
 LIMIT = 4_000_000        # bytes of all committed histories together
@@ -23,9 +24,13 @@ def run(name, folder, seeds=1, **kwargs):
 
 def contents(folder): return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob('*.json'))}
 
+def settings(arm):
+    "An arm as JSON gives it back; what is not named is the bundled model"
+    return {k: v for k,v in json.loads(json.dumps(arm.__dict__)).items() if (k, v) != ('model', 'baselm')}
+
 # ---------- each in quick form
 
-@pytest.mark.parametrize('name', experiments)
+@pytest.mark.parametrize('name', [*lab.in_all, pytest.param('real_model', marks=pytest.mark.slow)])
 def test_quick(name, tmp_path):
     said = run(name, tmp_path)
     found = load_experiment(name, tmp_path)
@@ -34,7 +39,7 @@ def test_quick(name, tmp_path):
     for label,(r,) in found.items():
         arm = quick_arm(experiments[name][label])
         steps = arm.steps + sum(n for _,n in arm.lessons)
-        assert r['config'] == json.loads(json.dumps(arm.__dict__)) and r['seed'] == 0 and r['schema'] == lab.SCHEMA
+        assert r['config'] == settings(arm) and r['seed'] == 0 and r['schema'] == lab.SCHEMA
         assert {len(curve) for curve in r['metrics'].values()} == {steps} if steps else not any(r['metrics'].values())
         assert all(r[when]['n'] == 8 == len(bits) for when in ('before', 'after') for bits in r[when]['passed'].values())
         assert r['before']['rates'].keys() == {'reward', *arm.audits}
@@ -44,6 +49,23 @@ def test_quick(name, tmp_path):
         assert {s['step'] for s in r['samples']} <= set(range(1, steps + 1))
         starts.setdefault(arm.rank, set()).add(r['weights']['start'])
     assert all(len(hashes) == 1 for hashes in starts.values())                          # one seed, one initialization
+
+def test_another_model_and_a_file_of_tasks(tmp_path, monkeypatch):
+    "The bundled policy poses as the real one, in front of its two-option tasks; the JSON tasks are a chat, which it cannot read"
+    asked, real = [], lab.load_policy
+    monkeypatch.setattr(lab, 'load_policy', lambda name='baselm': asked.append(name) or real())
+    monkeypatch.setattr(lab, 'experiments', dict(real_model={k: a for k,a in experiments['real_model'].items() if k != 'json'}))
+    assert run('real_model', tmp_path, seeds=None).count('\n') == 9 and set(asked) == {'smollm2-135m'}        # 3 arms, 3 seeds
+    for r in load_experiment('real_model', tmp_path)['sum_last']:
+        assert r['config']['model'] == 'smollm2-135m' and r['config']['task'] == 'real_model_tasks.py:sum_last'
+        options = [r['after']['passed'][name] for name in ('option_1', 'option_2')]
+        assert not any(a == b == '1' for a,b in zip(*options)) and len(r['metrics']['audit_option_1']) == 2
+    assert 'nothing to do' in run('real_model', tmp_path, seeds=None)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match='copy of the repository'): run('real_model', tmp_path/'other')
+
+def test_all_is_the_bundled_model():
+    assert set(experiments) - set(lab.in_all) == {'real_model'}
 
 def test_lessons_change_task_and_verifier():
     r = run_arm(replace(quick_arm(Arm('format', steps=2)), lessons=(('product', 2),)), 0)
@@ -69,7 +91,7 @@ def test_same_numbers_again_and_in_two_processes(tmp_path):
     a, b, c = (contents(tmp_path/name) for name in 'abc')
     assert a == b == c and len(a) == 2 and torch.get_num_threads() == threads
     costs = [json.loads(line) for line in (tmp_path/'c'/'format'/'cost.jsonl').read_text().splitlines()]
-    assert {x['run'] for x in costs} == {'one_group-0', 'eight_groups-0'} and all(x['seconds'] > 0 and x['cores'] for x in costs)
+    assert {x['run'] for x in costs} == {'one_group-0', 'eight_groups-0'} and all(x['seconds'] > 0 < x['cpu_seconds'] and x['cores'] for x in costs)
 
 def test_what_is_stale_is_made_again(tmp_path, monkeypatch):
     run('format', tmp_path)
@@ -116,16 +138,18 @@ def test_folders(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('name', experiments)
 def test_committed_histories_are_what_is_declared(name):
-    found, base = load_experiment(name, RUNS), lab.fingerprint(lab.load_policy()[0].state_dict())
-    starts = {}
+    found, starts = load_experiment(name, RUNS), {}
+    base = lab.fingerprint(lab.load_policy()[0].state_dict()) if name in lab.in_all else found['json'][0]['weights']['base']
     for label,runs in found.items():
         arm = experiments[name][label]
-        assert [r['seed'] for r in runs] == list(range(len(runs))) and len(runs) >= 5, f'{name}/{label}'
+        assert [r['seed'] for r in runs] == list(range(len(runs))) and len(runs) >= (5 if name in lab.in_all else 3), f'{name}/{label}'
         for r in runs:
-            assert r['config'] == json.loads(json.dumps(arm.__dict__)), f'{name}/{label}: make experiments'
+            assert r['config'] == settings(arm), f'{name}/{label}: g2c-rl experiment {name}'
             assert r['weights']['base'] == r['weights']['base_after'] == base, f'{name}/{label} was made with another base'
             starts.setdefault((arm.rank, r['seed']), set()).add(r['weights']['start'])
             assert {len(c) for c in r['metrics'].values()} == {arm.steps + sum(n for _,n in arm.lessons)}
+            exam = held_out_tasks(lab.lab_family(arm.task), arm.exam_size)[:20]           # the questions are today's
+            assert [a['prompt'] for a in r['answers']] == [t.prompt for t in exam]
     assert all(len(hashes) == 1 for hashes in starts.values())
     declared = {f'{label}-{seed}.json' for label,runs in found.items() for seed in range(len(runs))}
     assert {p.name for p in (RUNS/name).glob('*.json')} == declared                     # and nothing else
