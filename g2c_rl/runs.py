@@ -6,7 +6,7 @@
 __all__ = ['RunResult', 'train_run', 'resume_run', 'read_config', 'say_edited', 'load_run', 'evaluate_run', 'merge_run',
            'summarize']
 
-# %% ../nbs/28_runs.ipynb #4a2864a6
+# %% ../nbs/28_runs.ipynb #68a37a1d
 import errno, json, os, signal, sys, time
 import matplotlib.pyplot as plt
 import torch
@@ -17,6 +17,7 @@ from fastcore.basics import patch
 from pathlib import Path
 from platform import python_version
 from . import __version__
+from .check import check_prompts
 from .checkpoints import CheckpointError, load_checkpoint, save_checkpoint
 from .config import RunConfig, going_on, setting
 from .evaluation import Evaluation, evaluate_policy
@@ -78,7 +79,7 @@ class RunResult:
     chance:float = None    # Pass rate of a policy that knows nothing, where there is one
     changes:list = field(default_factory=list)   # What was changed on the way, and after which step
 
-# %% ../nbs/28_runs.ipynb #52ca3613
+# %% ../nbs/28_runs.ipynb #91817c1b
 def _free_folder(config):
     "The first of runs/TASK, runs/TASK-2, ... that holds no run"
     name = config.task.split(':')[-1] if '.py:' in config.task else Path(config.task).stem
@@ -98,6 +99,7 @@ def _made(config):
     exam = held_out_tasks(family, config.exam_size)
     model, tokenizer = load_policy(config.model, device, config.adapter)
     if not config.adapter: add_lora(model, config.rank, seed=config.seed)
+    check_prompts(model, tokenizer, family, exam)
     same = {name: getattr(config, name) for name in 'k groups_per_step kl_coef kl_estimator kl_per_token lr seed on_error'.split()}
     with _judge(config, family.verifier) as verifier:
         yield family, GRPOTrainer(model, tokenizer, family.make, verifier, max_new_tokens=family.max_new_tokens, **same), exam
@@ -487,7 +489,7 @@ def _steps_in_words(result):
 
 def _verdict(score): return 'not judged' if score != score else 'right' if score >= 1 else 'wrong' if score <= 0 else f'scored {score:.2g}'
 
-# %% ../nbs/28_runs.ipynb #94984843
+# %% ../nbs/28_runs.ipynb #b50fff73
 def summarize(
     result:RunResult,  # From `train_run`
     answers:int = 3,   # Prompts to show with both answers
@@ -509,4 +511,5 @@ def summarize(
     for i in changed[:answers]:
         show = lambda e: f'{e.completions[i]!r} ({_verdict(e.scores[i])})'
         lines += [prompt_text(result.before.tasks[i].prompt), f'  before {show(result.before)}   after {show(result.after)}']
-    return '\n'.join(lines + ['', f'saved in {result.folder}/ (score it again: g2c-rl evaluate {result.folder})'])
+    what = f'go on: {going_on(result.folder)}' if result.interrupted else f'score it again: g2c-rl evaluate {result.folder}'
+    return '\n'.join(lines + ['', f'saved in {result.folder}/ ({what})'])

@@ -6,7 +6,7 @@
 __all__ = ['ROOM', 'SCORES', 'Config', 'RMSNorm', 'rope_angles', 'rotate', 'attend', 'Cache', 'Attention', 'MLP', 'Block',
            'Decoder', 'CausalLM', 'save_lm', 'load_model', 'load_lm', 'load_baselm']
 
-# %% ../../nbs/baselm/01_model.ipynb #7321e22a
+# %% ../../nbs/baselm/01_model.ipynb #53f21a7e
 import json
 from dataclasses import dataclass
 from importlib.resources import files
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from fastcore.basics import patch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -354,7 +354,7 @@ def _wanted(name, config):
     "Neither a second copy of tied weights nor the table of rotations that old checkpoints carry"
     return not (config.tied and name == 'lm_head.weight') and not name.endswith('rotary_emb.inv_freq')
 
-# %% ../../nbs/baselm/01_model.ipynb #3e23c0d3
+# %% ../../nbs/baselm/01_model.ipynb #cd28eb1a
 def load_model(
     folder:str|Path,                  # Holds `config.json` and `model.safetensors`, or shards of it with an index
     dtype:torch.dtype=torch.float32,  # Of the parameters
@@ -367,10 +367,15 @@ def load_model(
     config = Config.from_hf(json.loads((folder/'config.json').read_text(encoding='utf-8')))
     weights = {}
     for shard in shards:
-        with safe_open(shard, 'pt') as f: weights |= {name: f.get_tensor(name).to(dtype) for name in f.keys() if _wanted(name, config)}
+        try:
+            with safe_open(shard, 'pt') as f: weights |= {name: f.get_tensor(name).to(dtype) for name in f.keys() if _wanted(name, config)}
+        except SafetensorError as e: raise ValueError(f'{shard} is damaged or incomplete ({e}); copy it again') from e
     with torch.device('meta'): model = CausalLM(config)   # no memory and no random numbers spent on weights about to be replaced
     if wrong := sorted(weights.keys() ^ model.state_dict().keys()):
         raise ValueError(f'{folder} does not hold this Llama: {len(wrong)} parameters missing or unknown, first {wrong[0]}')
+    for name,p in model.state_dict().items():
+        if (shape := weights[name].shape) != p.shape:
+            raise ValueError(f'{folder} does not hold this Llama: {name} is {tuple(shape)} and should be {tuple(p.shape)}')
     model.load_state_dict(weights, assign=True)
     return model.eval()
 
