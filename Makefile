@@ -14,7 +14,7 @@ INSTALL     = $(BIN)/python -m pip --disable-pip-version-check install --constra
               | sed -unE 's/^(Collecting [^ ;<>=!~]+).*/  \1/p'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lab notebooks experiments export docs preview dist baselm
+.PHONY: help demo test test-slow lab notebooks experiments bench export docs preview dist baselm
 
 help:        ## list these commands
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -37,6 +37,9 @@ notebooks: $(VENV)/.dev   ## run the notebooks and save their outputs (ARGS=nbs/
 experiments: $(VENV)/.dev ## run every experiment whose history is missing (ARGS=sloppy_verifier for one)
 	@$(BIN)/g2c-rl experiment $(or $(ARGS),all)
 
+bench: $(VENV)/.bench     ## measure where the time goes, beside TRL and the machine (half an hour; ARGS=--quick for a look)
+	@$(BIN)/python tools/bench.py $(ARGS)
+
 export: $(VENV)/.docs     ## write the package and README.md from the notebooks, and clean the notebooks
 	@$(BIN)/nbdev_clean && $(BIN)/nbdev_export && $(BIN)/python tools/readme.py && $(BIN)/python tools/exercise.py && $(BIN)/python tools/colab.py
 
@@ -53,7 +56,7 @@ dist: $(VENV)/.docs       ## build the archives that PyPI gets, in dist
 baselm: $(VENV)/.run      ## pretrain the bundled model again, into runs/baselm (a quarter of an hour)
 	@$(BIN)/g2c-rl baselm --out runs/baselm $(ARGS)
 
-# ---------- the environment: one, in three stages, each redone only when what it is made of has changed
+# ---------- the environment: one, in stages, each redone only when what it is made of has changed
 
 RECIPE := settings.ini setup.py pyproject.toml constraints.txt
 
@@ -76,4 +79,9 @@ $(VENV)/.docs: $(VENV)/.run
 $(VENV)/.dev: $(VENV)/.docs
 	@echo "Installing what the tests need besides (once; a minute)"
 	@$(call INSTALL,'.[dev]')
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.docs
+	@echo "Installing what the benchmark is against (once; a minute)"
+	@$(call INSTALL,'.[bench]')
 	@touch $@

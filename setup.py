@@ -19,7 +19,7 @@ setup(
     packages=find_packages(include=[lib, f'{lib}.*']), package_data={lib: ['assets/**']}, include_package_data=False,
     python_requires='>='+cfg['min_python'],
     install_requires=cfg['requirements'].split(),
-    extras_require=extras | {name: [name] for name in trackers} | {'docs': docs, 'dev': docs + trackers},
+    extras_require=extras | {name: [name] for name in trackers} | {'docs': docs, 'dev': docs + trackers, 'bench': docs + cfg['bench_requirements'].split()},
     entry_points={'console_scripts': cfg['console_scripts'].split(), 'nbdev': [f'{lib}={lib}._modidx:d']},
     zip_safe=False,
 )

@@ -32,7 +32,7 @@ def _add_settings(parser, *names):
         else: parser.add_argument(*flags, type=field.type, default=SUPPRESS, metavar=field.type.__name__.upper(),
                                   help=f'{help} (default: {field.default!r})')
 
-# %% ../nbs/34_cli.ipynb #495aece6
+# %% ../nbs/34_cli.ipynb #fb474c22
 _LIMITS = 'on_error', 'verifier_seconds', 'verifier_memory_mb'
 _JUDGE = 'a ready-made verifier\'s name, or FILE.py:FUNCTION'
 
@@ -50,7 +50,7 @@ def _add_training(commands):
     train.add_argument('--allow-changes', action='store_true', help='with --resume: accept settings that differ from the run\'s own')
     check = commands.add_parser('check', help='sample a task before training on it: is there anything to learn from?')
     _add_task(check)
-    _add_settings(check, 'model', 'adapter', 'verifier', 'max_new_tokens', 'k', 'groups_per_step', 'rank', 'seed', 'device', *_LIMITS)
+    _add_settings(check, 'model', 'adapter', 'verifier', 'max_new_tokens', 'k', 'groups_per_step', 'rank', 'seed', 'device', 'dtype', *_LIMITS)
     check.add_argument('--n', type=int, default=32, help='questions (default: 32)', metavar='INT')
     experiment = commands.add_parser('experiment', help='make the missing histories of an experiment of the book')
     experiment.add_argument('name', help='an experiment\'s name, or all of the bundled model', metavar='NAME')
@@ -104,7 +104,7 @@ def make_parser()->ArgumentParser:
     for add in (_add_training, _add_reading, _add_models): add(commands)
     return parser
 
-# %% ../nbs/34_cli.ipynb #46d3ac25
+# %% ../nbs/34_cli.ipynb #ef998299
 def _given(args, need_task):
     "The settings that were typed"
     given = {f.name: getattr(args, f.name) for f in fields(RunConfig) if f.name in args}
@@ -154,7 +154,7 @@ def _check(args):
     from g2c_rl.lora import add_lora
     from g2c_rl.policies import find_device, load_policy
     from g2c_rl.runs import _judge
-    model, tokenizer = load_policy(config.model, find_device(config.device), config.adapter)
+    model, tokenizer = load_policy(config.model, find_device(config.device), config.adapter, config.dtype)
     if not config.adapter: add_lora(model, config.rank, seed=config.seed)
     def progress(asked): print(f'\r\x1b[Kasked {asked} of {args.n} questions', end='', file=sys.stderr, flush=True)
     with _judge(config, family.verifier) as judge:

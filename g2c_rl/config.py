@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from .data import load_family
 from .tasks import Family
 
-# %% ../nbs/20_config.ipynb #6ad444a0
+# %% ../nbs/20_config.ipynb #d0cbb361
 @dataclass(frozen=True)
 class RunConfig:
     "What is trained, on what, and how; two runs with equal settings on one machine are equal"
@@ -31,6 +31,7 @@ class RunConfig:
     rank:int = 8              # rank of the LoRA adapters
     seed:int = 0              # seed of adapters, tasks and samples
     device:str = 'auto'       # auto, cpu, cuda or mps
+    dtype:str = 'float32'     # of the frozen weights: float32, or bfloat16 for half the memory and, where the processor has it, more speed
     exam_size:int = 200       # held-out questions asked before and after
     skip_nonfinite:bool = False    # leave out and count updates whose gradient is not finite, instead of stopping
     on_error:str = 'stop'          # when a verifier fails: stop, or skip that completion and count it
@@ -40,6 +41,7 @@ class RunConfig:
     def __post_init__(self):
         for name,low in dict(steps=1, exam_size=1, max_new_tokens=0, verifier_seconds=0, verifier_memory_mb=0).items():
             if not getattr(self, name) >= low: raise ValueError(f'{name} must be at least {low}, got {getattr(self, name)}')
+        if self.dtype not in ('float32', 'bfloat16'): raise ValueError(f'dtype must be float32 or bfloat16, got {self.dtype!r}')
 
     def family(self)->Family:
         "The tasks, their verifier and how long an answer may be"

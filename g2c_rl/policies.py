@@ -64,15 +64,16 @@ def _check_base(name, adapter):
     if base and str(base) != str(name) and Path(base).resolve() != Path(name).resolve():
         print(f'note: the adapter in {adapter} was trained on {base}, and is put on {name}', file=sys.stderr)
 
-# %% ../nbs/15_policies.ipynb #38ecafa2
+# %% ../nbs/15_policies.ipynb #960083dd
 def load_policy(
     name = 'baselm',   # `baselm`, `smollm2-135m`, a folder, or a name on the hub
     device = 'cpu',    # Where it goes
     adapter = '',      # Folder of an adapter to go on from; it is the reference too
+    dtype = 'float32', # Of the frozen weights, or `bfloat16`; adapters are float32 always
 ):                     # Model, frozen but for the adapter and in evaluation mode, and its tokenizer
     "Load a policy to start from"
     model, tokenizer = _loaders[name]() if name in _loaders else _load_other(name)
-    model.requires_grad_(False).eval()
+    model.requires_grad_(False).eval().to(getattr(torch, dtype))
     if adapter: start_here(load_adapter(model, adapter)); _check_base(name, adapter)
     return model.to(device), tokenizer
 

@@ -79,7 +79,7 @@ class RunResult:
     chance:float = None    # Pass rate of a policy that knows nothing, where there is one
     changes:list = field(default_factory=list)   # What was changed on the way, and after which step
 
-# %% ../nbs/28_runs.ipynb #91817c1b
+# %% ../nbs/28_runs.ipynb #ebdc179b
 def _free_folder(config):
     "The first of runs/TASK, runs/TASK-2, ... that holds no run"
     name = config.task.split(':')[-1] if '.py:' in config.task else Path(config.task).stem
@@ -97,7 +97,7 @@ def _made(config):
     "A block with everything a run needs, made from its settings"
     family, device = config.family(), find_device(config.device)
     exam = held_out_tasks(family, config.exam_size)
-    model, tokenizer = load_policy(config.model, device, config.adapter)
+    model, tokenizer = load_policy(config.model, device, config.adapter, config.dtype)
     if not config.adapter: add_lora(model, config.rank, seed=config.seed)
     check_prompts(model, tokenizer, family, exam)
     same = {name: getattr(config, name) for name in 'k groups_per_step kl_coef kl_estimator kl_per_token lr seed on_error'.split()}
@@ -426,7 +426,7 @@ def _needed(folder):
     except FileNotFoundError as e:
         raise FileNotFoundError(f'{folder} depends on a file that is not there any more: {e.filename or e}; put it back') from e
 
-# %% ../nbs/28_runs.ipynb #c8c1d50d
+# %% ../nbs/28_runs.ipynb #7db9b6b2
 def say_edited(
     folder,                  # A run folder
     config:RunConfig,        # Its settings, from `read_config`
@@ -438,6 +438,7 @@ def say_edited(
 
 def load_run(
     folder,          # A run folder
+    dtype:str=None,  # Of the frozen weights (default: the run's own)
 )->tuple:            # Its `RunConfig`, the policy with its adapter, and the tokenizer
     "Load the policy that a run has trained"
     folder, config = Path(folder), read_config(folder)
@@ -446,10 +447,10 @@ def load_run(
     say_edited(folder, config, ('model',))
     if stop := _read_json(folder/'stopped.json'): print(f'! {folder} was stopped at step {stop["step"]} of {stop["of"]}', file=sys.stderr)
     device = find_device(config.device)
-    model, tokenizer = load_policy(config.model, device)
+    model, tokenizer = load_policy(config.model, device, dtype=dtype or config.dtype)
     return config, load_adapter(model, folder).to(device), tokenizer
 
-# %% ../nbs/28_runs.ipynb #4cc7d6bf
+# %% ../nbs/28_runs.ipynb #ffefbc7d
 def evaluate_run(
     folder,                   # A run folder
     verifier:Callable=None,   # Judge by this one (default: the run's own)
@@ -470,7 +471,7 @@ def merge_run(
     out,        # Where the model goes; must not hold one yet
 ):
     "Write the policy of a run as a model that `transformers` loads, with the adapter added to its weights"
-    config, model, tokenizer = load_run(folder)
+    config, model, tokenizer = load_run(folder, 'float32')             # a correction is too fine for bfloat16
     save_policy(merge_adapters(model), tokenizer, out)
 
 # %% ../nbs/28_runs.ipynb #9d7e42a8
