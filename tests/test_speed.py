@@ -1,0 +1,140 @@
+"""Work is counted, not timed: what a step must compute, in which portions, and what is not loaded before it is needed."""
+import json
+import subprocess
+import sys
+from random import Random
+
+import pytest
+import torch
+from conftest import ROOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from g2c_rl import trainer
+from g2c_rl.baselm.model import load_baselm
+from g2c_rl.logprobs import completion_log_prob, group_log_probs
+from g2c_rl.lora import add_lora
+from g2c_rl.sampling import GroupSample, sample_groups
+from g2c_rl.tasks import get_family
+from g2c_rl.trainer import GRPOTrainer
+
+MODEL, TOKENIZER = load_baselm()
+MODEL.requires_grad_(False)
+PROMPTS = [f'What is {a} + 58? Options: {a+58} or 71. Answer with the number:' for a in (21, 22, 25, 29)]     # of equal length
+C = MODEL.config
+LAYERS = 2 * C.layers * (C.dim*C.head_dim*(2*C.heads + 2*C.kv_heads) + 3*C.dim*C.hidden)     # operations of a token
+HEAD = 2 * C.dim * C.vocab
+
+
+def products(f):
+    "Operations in matrix products, attention's apart"
+    with FlopCounterMode(display=False) as counter: f()
+    return sum(n for op,n in counter.get_flop_counts().get('Global', {}).items() if str(op).startswith('aten.mm'))
+
+
+def sampled(k, n=8, prompts=PROMPTS): return sample_groups(MODEL, TOKENIZER, prompts, k, n, torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize('k', [2, 8, 32])
+def test_a_prompt_is_computed_once_for_all_its_completions(k):
+    groups = sampled(k)
+    P, T = groups[0].prompt_len, max(g.mask.shape[1] for g in groups)
+    assert {g.prompt_len for g in groups} == {P}
+    scored = sum(g.mask[:, 1:].sum().item() for g in groups)
+    with torch.no_grad(): assert products(lambda: group_log_probs(MODEL, groups)) == LAYERS*(4*P + 4*k*(T-1)) + HEAD*(4 + scored)
+    read = sum((g.lengths - 1).sum().item() + (~g.finished & (g.lengths < 8)).sum().item() for g in groups)      # what was fed back
+    assert products(lambda: sampled(k)) == LAYERS*(4*P + read) + HEAD*(4 + read)
+
+
+def test_going_back_costs_what_going_forward_costs():
+    "The base is frozen: no gradients of matrices, but of adapters. The first layer's input needs none either"
+    model = add_lora(load_baselm()[0])
+    groups = sampled(8)
+    logps = []
+    forward = products(lambda: logps.extend(group_log_probs(model, groups)))
+    backward = products(lambda: sum(logp.sum() for logp in logps).backward())
+    assert .85 < backward / forward < 1.05
+    model.requires_grad_(True)
+    trained, logps = products(lambda: logps.extend(group_log_probs(model, groups))), []
+    everything = products(lambda: sum(logp.sum() for logp in group_log_probs(model, groups)).backward())
+    assert everything > 1.7 * (trained + backward) / 2 * 1.2
+
+
+def parts_of(groups, live, most):
+    before, trainer.MOST = trainer.MOST, most
+    try: return list(trainer._micro_batches(groups, live))
+    finally: trainer.MOST = before
+
+
+def fake(rows, T):
+    return GroupSample(torch.zeros(rows, 3 + T, dtype=torch.long), 3, torch.full((rows,), T), torch.ones(rows, dtype=torch.bool),
+                       torch.zeros(rows, T), [str(i) for i in range(rows)])
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=6), st.integers(1, 60), st.randoms())
+@settings(max_examples=80, deadline=None)
+def test_portions_hold_every_row_once_and_no_more_than_they_may(shapes, most, random):
+    groups = [fake(*shape) for shape in shapes]
+    live = {i: torch.tensor(sorted(random.sample(range(n), random.randint(1, n)))) for i,(n,_) in enumerate(shapes)}
+    batches = parts_of(groups, live, most)
+    for batch in batches:
+        tokens = sum(len(rows) * groups[i].mask.shape[1] for i,rows,_ in batch)
+        assert tokens <= most or (len(batch) == 1 and len(batch[0][1]) == 1)                    # a single long completion can't be cut
+        for i,rows,group in batch: assert group.completions == [groups[i].completions[r] for r in rows.tolist()]
+    seen = {i: [r for batch in batches for j,rows,_ in batch if j == i for r in rows.tolist()] for i in live}
+    assert seen == {i: rows.tolist() for i,rows in live.items()}
+
+
+def step(most, groups=3, **kwargs):
+    "Gradients and metrics of one step away from the reference, in portions of so many tokens"
+    model, verdicts = add_lora(load_baselm()[0]), iter(range(10**6))
+    t = GRPOTrainer(model, TOKENIZER, get_family('arithmetic').make, lambda task, text: float(next(verdicts) % 3), groups_per_step=groups, **kwargs)
+    gen = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in t.parameters: p += .02 * torch.randn(p.shape, generator=gen)
+    t.optimizer.step = lambda: None
+    before, trainer.MOST = trainer.MOST, most
+    try: metrics = t.train_step()
+    finally: trainer.MOST = before
+    return [p.grad for p in t.parameters], metrics
+
+
+@pytest.mark.parametrize('kwargs', [dict(), dict(kl_per_token=True), dict(kl_estimator='k2', kl_coef=.5)])
+def test_portions_change_no_gradient(kwargs):
+    whole, a = step(10**6, **kwargs)
+    for most in (1, 20, 100):
+        parts, b = step(most, **kwargs)
+        for x,y in zip(whole, parts): assert torch.allclose(x, y, atol=1e-5 * max(1., x.abs().max().item()), rtol=0)
+        for name in ('loss', 'kl', 'grad_norm'): assert abs(a[name] - b[name]) < 1e-4 * max(1., abs(a[name])), name
+
+
+def test_groups_of_other_prompts_do_not_touch_each_other():
+    "A group's log-probs are the same alone and beside longer and shorter prompts"
+    groups = sampled(4, 6, ['The cup', PROMPTS[0], 'Add 12, 13 and 14. Show your work if you like:'])
+    with torch.no_grad():
+        for g,together in zip(groups, group_log_probs(MODEL, groups, per_token=True)):
+            alone = completion_log_prob(MODEL, g.ids, g.prompt_len, g.mask, per_token=True)
+            assert together.shape == alone.shape and torch.allclose(together, alone, atol=1e-5)
+
+
+def loaded(code):
+    "Modules that a fresh interpreter has after some code"
+    found = subprocess.run([sys.executable, '-c', f'import json, sys\n{code}\nprint(json.dumps(sorted(sys.modules)))'], text=True,
+                           capture_output=True, check=True)
+    return set(json.loads(found.stdout.splitlines()[-1]))
+
+
+def test_help_comes_without_torch():
+    assert 'torch' not in loaded('from g2c_rl.cli import main\ntry: main(["--help"])\nexcept SystemExit: pass')
+    assert 'torch' not in loaded('import g2c_rl')
+
+
+def test_the_algorithm_loads_no_library_that_it_does_not_need():
+    assert not {'matplotlib', 'transformers', 'tokenizers', 'jsonschema', 'IPython'} & loaded('import g2c_rl.trainer, g2c_rl.policies')
+
+
+def test_the_benchmark_runs():
+    done = subprocess.run([sys.executable, ROOT/'tools'/'bench.py', '--quick'], cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ['naive', 'own', 'naive'], done.stdout
