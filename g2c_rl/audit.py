@@ -5,18 +5,18 @@
 # %% auto #0
 __all__ = ['parting_step', 'pattern', 'Audit', 'audit_run', 'audit_summary', 'plot_audit', 'write_audit']
 
-# %% ../nbs/32_audit.ipynb #58344aa9
+# %% ../nbs/32_audit.ipynb #8bd2d96f
 import json, re
 import matplotlib.pyplot as plt
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from random import Random
 from statistics import fmean, stdev
 from .evaluation import evaluate_policy
 from .plotting import trailing_mean
-from .runs import load_run, read_config
+from .runs import _judge, _needed, load_run, prompt_text, read_config, say_edited
 from .tasks import held_out_tasks, score
 
 # %% ../nbs/32_audit.ipynb #27114275
@@ -43,22 +43,23 @@ def pattern(
     "What kind of text this is"
     return re.sub(r'\s+', ' ', re.sub('[0-9]+', 'N', completion)).strip()
 
-# %% ../nbs/32_audit.ipynb #0a62030a
-def _passes(folder, config, family, verifier):
-    "For every sample on file: its step, its group, its text, and whether reward and audit pass it"
+# %% ../nbs/32_audit.ipynb #9ef6d66c
+def _passes(folder, config, family, verifier, failures):
+    "For every sample on file that both have judged: its step, its group, its text, and whether reward and audit pass it"
     rng, tasks, drawn = Random(config.seed), {}, 0
     with open(folder/'samples.jsonl', encoding='utf-8') as f:
         for s in map(json.loads, f):
             while drawn < s['step']:
                 drawn += 1
                 tasks = dict(enumerate(family.make(rng) for _ in range(config.groups_per_step)))
-            if s['group'] not in tasks or tasks[s['group']].prompt != s['prompt']:
+            if s['group'] not in tasks or prompt_text(tasks[s['group']].prompt) != s['prompt']:
                 raise ValueError(f'{folder}: group {s["group"]} of step {s["step"]} cannot be drawn again from seed {config.seed}; '
                                  'was the run continued with other settings, or has its task changed since?')
             if s['reward'] is None or not isfinite(s['reward']): continue              # its verifier had failed
-            yield s['step'], s['group'], s['completion'], s['reward'] >= 1, score(verifier, tasks[s['group']], s['completion']) >= 1
+            truth = score(verifier, tasks[s['group']], s['completion'], failures)
+            if isfinite(truth): yield s['step'], s['group'], s['completion'], s['reward'] >= 1, truth >= 1
 
-# %% ../nbs/32_audit.ipynb #33096072
+# %% ../nbs/32_audit.ipynb #ed8d7ee0
 @dataclass
 class Audit:
     "What a second verifier says about a finished run"
@@ -69,30 +70,41 @@ class Audit:
     missed:int       # Samples that the audit passes and the reward rejects
     samples:int      # All of them
     exam:list        # Fresh greedy answers: (prompt, completion, passes reward, passes audit)
+    unjudged:int = 0 # Samples and answers that are left out, since a verifier failed on them here
 
 def audit_run(
     folder,                # A finished run
     verifier:Callable,     # `(task, completion) -> float`, the second opinion
     exam_size:int = None,  # Held-out questions to answer anew (default: the run's own number)
+    changes:dict = None,   # Settings that differ from the run's own, such as `verifier_seconds` and `on_error`
 )->Audit:
     "Score a run's samples, step by step, and fresh answers to its exam with a second verifier"
-    folder, config = Path(folder), read_config(folder)
-    family, steps, liked, missed = config.family(), {}, {}, 0
-    for step,group,text,reward,truth in _passes(folder, config, family, verifier):
-        steps.setdefault(step, {}).setdefault(group, []).append((reward, truth))
-        missed += truth and not reward
-        if reward and not truth: liked.setdefault(pattern(text), []).append((step, text))
+    folder, config = Path(folder), replace(read_config(folder), **(changes or {}))
+    with _needed(folder): family = config.family()
+    say_edited(folder, config, ('task', 'verifier'))
+    steps, liked, missed, failures = {}, {}, 0, [] if config.on_error == 'skip' else None
+    with _judge(config, verifier) as second, _judge(config, family.verifier) as own:
+        for step,group,text,reward,truth in _passes(folder, config, family, second, failures):
+            steps.setdefault(step, {}).setdefault(group, []).append((reward, truth))
+            missed += truth and not reward
+            if reward and not truth: liked.setdefault(pattern(text), []).append((step, text))
+        _, model, tokenizer = load_run(folder)
+        asked = held_out_tasks(family, exam_size or config.exam_size)
+        fresh = evaluate_policy(model, tokenizer, asked, own, family.max_new_tokens, failures=failures)
+        scored = [(prompt_text(t.prompt), c, s, score(second, t, c, failures))
+                  for t,c,s in zip(fresh.tasks, fresh.completions, fresh.scores)]
+    exam = [(p, c, s >= 1, truth >= 1) for p,c,s,truth in scored if isfinite(s) and isfinite(truth)]
+    if failures and not (steps and exam):
+        raise ValueError(f'the verifiers could judge nothing of {folder} together. The first failure: {failures[0]}')
     if not steps: raise ValueError(f'{folder} holds no samples; was it stopped before its first step?')
     mean = lambda pairs, i: fmean(float(p[i]) for p in pairs)
     both = [sum(groups.values(), []) for groups in steps.values()]
     gaps = [[mean(g, 0) - mean(g, 1) for g in groups.values()] for groups in steps.values()]
     found = sorted(((p, len(seen), (seen[0][0], seen[-1][0]), seen[-1][1]) for p,seen in liked.items()), key=lambda row: -row[1])
-    _, model, tokenizer = load_run(folder)
-    fresh = evaluate_policy(model, tokenizer, held_out_tasks(family, exam_size or config.exam_size), family.verifier, family.max_new_tokens)
-    exam = [(t.prompt, c, s >= 1, score(verifier, t, c) >= 1) for t,c,s in zip(fresh.tasks, fresh.completions, fresh.scores)]
-    return Audit([mean(b, 0) for b in both], [mean(b, 1) for b in both], parting_step(gaps), found, missed, sum(map(len, both)), exam)
+    return Audit([mean(b, 0) for b in both], [mean(b, 1) for b in both], parting_step(gaps), found, missed, sum(map(len, both)), exam,
+                 len(failures or ()))
 
-# %% ../nbs/32_audit.ipynb #18fa5472
+# %% ../nbs/32_audit.ipynb #bf4a61a6
 def audit_summary(
     audit:Audit,       # From `audit_run`
     patterns:int = 5,  # How many to list
@@ -100,11 +112,12 @@ def audit_summary(
     "An audit, for people"
     n, early = len(audit.exam), slice(0, 5)
     rates = [sum(row[i] for row in audit.exam)/n for i in (2, 3)]
-    gap = fmean(audit.reward[early]) - fmean(audit.truth[early])
-    lines = [f'samples   {audit.samples:,} in {len(audit.reward)} steps; gap at the start {gap:+.1%}, at the end '
-             f'{fmean(audit.reward[-5:]) - fmean(audit.truth[-5:]):+.1%}',
+    gap = lambda steps: round(fmean(audit.reward[steps]) - fmean(audit.truth[steps]), 3) + 0.        # no -0.0%
+    lines = [f'samples   {audit.samples:,} in {len(audit.reward)} steps; gap at the start {gap(early):+.1%}, at the end '
+             f'{gap(slice(-5, None)):+.1%}',
              f'parting   step {audit.parted}' if audit.parted else 'parting   none: the gap has not grown beyond its noise for good',
              f'exam      {n} fresh greedy answers: the reward passes {rates[0]:.1%}, the audit {rates[1]:.1%}', '']
+    if audit.unjudged: lines.insert(-1, f'not judged {audit.unjudged:,} samples and answers, on which a verifier failed; they are left out')
     if audit.liked: lines.append('passed by the reward, rejected by the audit:')
     for text,count,(first,last),example in audit.liked[:patterns]:
         lines.append(f'  {count:6,}  {text!r}  steps {first} to {last}, such as {example!r}')
@@ -128,14 +141,15 @@ def plot_audit(
     ax.set(xlabel='step', ylabel='pass rate of samples', ylim=(0, 1.02)); ax.legend(frameon=False, loc='lower left')
     return ax
 
-# %% ../nbs/32_audit.ipynb #b8a6a1a5
+# %% ../nbs/32_audit.ipynb #53295c67
 def write_audit(
     folder,              # A finished run
     verifier:Callable,   # The second opinion
     out = None,          # Where the figure goes (default: audit.png in the run's folder)
+    changes:dict = None, # Settings that differ from the run's own, such as `verifier_seconds` and `on_error`
 )->str:                  # The summary
     "Audit a run, save the figure, and say what was found"
-    audit = audit_run(folder, verifier)
+    audit = audit_run(folder, verifier, changes=changes)
     ax, out = plot_audit(audit), Path(out) if out else Path(folder)/'audit.png'
     try: ax.figure.savefig(out, dpi=150)
     except (OSError, ValueError) as e: raise OSError(f'the figure could not be written to {out}: {e}') from e

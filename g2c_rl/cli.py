@@ -5,23 +5,26 @@
 # %% auto #0
 __all__ = ['make_parser', 'main']
 
-# %% ../nbs/34_cli.ipynb #9fa4aef3
+# %% ../nbs/34_cli.ipynb #3916383a
 import sys
 from argparse import SUPPRESS, ArgumentParser
-from dataclasses import fields
+from dataclasses import fields, replace
 from fastcore.docments import docments
 from . import __version__
-from .config import RunConfig
+from .config import RunConfig, going_on, setting, typed
 from .data import load_verifier
-from .tasks import families
+from .tasks import VerifierError, families
+from pathlib import Path
 
-# %% ../nbs/34_cli.ipynb #4b657f7d
-def _add_settings(parser, names):
+# %% ../nbs/34_cli.ipynb #8c00ed8a
+def _add_task(parser):
+    "The task, as a word or as a file"
+    parser.add_argument('task', nargs='?', default=SUPPRESS, help=f'{docments(RunConfig)["task"]}; names: {", ".join(families)}')
+    parser.add_argument('--data', action='append', metavar='FILE', help='the task, as a .jsonl file with prompt and answer in each line')
+
+def _add_settings(parser, *names):
     "Flags for fields of `RunConfig`; what is not given stays out, since the default is the record's own"
     comments = docments(RunConfig)
-    parser.add_argument('task', nargs='?', default=SUPPRESS, help=f'{comments["task"]}; names: {", ".join(families)}')
-    parser.add_argument('--data', dest='task', default=SUPPRESS, metavar='FILE',
-                        help='the task, as a .jsonl file with prompt and answer in each line')
     for field in (f for f in fields(RunConfig) if f.name in names):
         flag, help = '--' + field.name.replace('_', '-'), comments[field.name]
         flags = (flag, '--group-size') if field.name == 'k' else (flag,)
@@ -29,20 +32,25 @@ def _add_settings(parser, names):
         else: parser.add_argument(*flags, type=field.type, default=SUPPRESS, metavar=field.type.__name__.upper(),
                                   help=f'{help} (default: {field.default!r})')
 
-# %% ../nbs/34_cli.ipynb #26146f80
+# %% ../nbs/34_cli.ipynb #495aece6
+_LIMITS = 'on_error', 'verifier_seconds', 'verifier_memory_mb'
 _JUDGE = 'a ready-made verifier\'s name, or FILE.py:FUNCTION'
 
 def _add_training(commands):
     "Commands that train, or say whether it is worth it"
     train = commands.add_parser('train', help='train a policy on a task and examine it before and after')
-    _add_settings(train, [f.name for f in fields(RunConfig)[1:]])
+    _add_task(train)
+    _add_settings(train, *(f.name for f in fields(RunConfig)[1:]))
     train.add_argument('--out', help='run folder; must not hold a run yet (default: a new one under runs/)', metavar='FOLDER')
-    train.add_argument('--checkpoint-every', type=int, default=20, help='steps between checkpoints (default: 20)', metavar='INT')
-    train.add_argument('--tracker', help='also send metrics to tensorboard, wandb, trackio or mlflow', metavar='NAME')
+    train.add_argument('--checkpoint-every', type=int, metavar='INT',
+                       help='steps between checkpoints (default: 20; with --resume, as before)')
+    train.add_argument('--tracker', metavar='NAME',
+                       help='also send metrics to tensorboard, wandb, trackio or mlflow (with --resume, as before)')
     train.add_argument('--resume', help='go on with the run in this folder, from its newest checkpoint', metavar='FOLDER')
     train.add_argument('--allow-changes', action='store_true', help='with --resume: accept settings that differ from the run\'s own')
     check = commands.add_parser('check', help='sample a task before training on it: is there anything to learn from?')
-    _add_settings(check, ('model', 'adapter', 'verifier', 'max_new_tokens', 'k', 'groups_per_step', 'rank', 'seed', 'device'))
+    _add_task(check)
+    _add_settings(check, 'model', 'adapter', 'verifier', 'max_new_tokens', 'k', 'groups_per_step', 'rank', 'seed', 'device', *_LIMITS)
     check.add_argument('--n', type=int, default=32, help='questions (default: 32)', metavar='INT')
     experiment = commands.add_parser('experiment', help='make the missing histories of an experiment of the book')
     experiment.add_argument('name', help='an experiment\'s name, or all of the bundled model', metavar='NAME')
@@ -56,6 +64,7 @@ def _add_reading(commands):
     evaluate = commands.add_parser('evaluate', help='hold the exam of a finished run again')
     evaluate.add_argument('run', help='run folder')
     evaluate.add_argument('--verifier', default='', help=f'another judge: {_JUDGE}', metavar='STR')
+    _add_settings(evaluate, 'exam_size', *_LIMITS)
     report = commands.add_parser('report', help='write a run\'s report.html again')
     report.add_argument('run', help='run folder')
     compare = commands.add_parser('compare', help='tabulate and plot several runs, seeds together')
@@ -65,6 +74,7 @@ def _add_reading(commands):
     audit.add_argument('run', help='run folder')
     audit.add_argument('--verifier', required=True, help=f'the second judge: {_JUDGE}', metavar='STR')
     audit.add_argument('--out', help='where the figure goes (default: audit.png in the run folder)', metavar='FILE')
+    _add_settings(audit, *_LIMITS)
 
 def _add_models(commands):
     "Commands that bring models in and out, and the exercise"
@@ -80,19 +90,27 @@ def _add_models(commands):
     learn.add_argument('--fresh', action='store_true', help='start again; the present folder is renamed, never deleted')
     learn.add_argument('--solutions', default='', metavar='A,B', help='pieces to give away: advantages, log_prob, grpo_loss, train_step')
 
-# %% ../nbs/34_cli.ipynb #8d531213
+# %% ../nbs/34_cli.ipynb #583a950d
+class _Parser(ArgumentParser):
+    "Says what is wrong in one line, without a screen of usage"
+    def error(self, message): self.exit(2, f'g2c-rl: {message}; see {self.prog} --help\n')
+
+# %% ../nbs/34_cli.ipynb #57ca1268
 def make_parser()->ArgumentParser:
     "The command line, as a parser"
-    parser = ArgumentParser(prog='g2c-rl', description='Reinforcement learning with verifiable rewards, by a simplified GRPO loop.')
+    parser = _Parser(prog='g2c-rl', description='Reinforcement learning with verifiable rewards, by a simplified GRPO loop.')
     parser.add_argument('--version', action='version', version=__version__)
     commands = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
     for add in (_add_training, _add_reading, _add_models): add(commands)
     return parser
 
-# %% ../nbs/34_cli.ipynb #06df6055
+# %% ../nbs/34_cli.ipynb #46d3ac25
 def _given(args, need_task):
     "The settings that were typed"
     given = {f.name: getattr(args, f.name) for f in fields(RunConfig) if f.name in args}
+    tasks = [given[name] for name in ('task',) if name in given] + (args.data or [])
+    if len(tasks) > 1: raise ValueError(f'name one task, not {" and ".join(tasks)}; rows of several files can be put together into one')
+    if tasks: given['task'] = tasks[0]
     if need_task and 'task' not in given: raise ValueError(f'name a task: {", ".join(families)}, a file.jsonl, or FILE.py:NAME')
     return given
 
@@ -101,17 +119,25 @@ def _train(args):
     if args.resume and args.out: raise ValueError('--resume goes on in the run\'s own folder; leave --out away')
     if args.allow_changes and not args.resume: raise ValueError('--allow-changes goes with --resume')
     config = None if args.resume else RunConfig(**given)
-    from g2c_rl.runs import Progress, read_config, resume_run, summarize, train_run
+    if config: config.family()                             # a wrong name is answered before anything is loaded
+    from g2c_rl.records import Progress
+    from g2c_rl.runs import _free_folder, read_config, resume_run, summarize, train_run
     if args.resume:
         progress = Progress(given.get('steps', read_config(args.resume).steps))
         result = resume_run(args.resume, given, progress, args.checkpoint_every, args.allow_changes, args.tracker)
-    else: result = train_run(config, args.out, Progress(config.steps), args.checkpoint_every, args.tracker)
+    else:
+        every = 20 if args.checkpoint_every is None else args.checkpoint_every
+        args.out = args.out or _free_folder(config)        # an error may have to name it
+        result = train_run(config, args.out, Progress(config.steps), every, args.tracker)
     print('\n' + summarize(result))
     return 130 if result.interrupted else 0
 
+def _changes(args): return {name: getattr(args, name) for name in ('exam_size', *_LIMITS) if name in args}
+
 def _evaluate(args):
     from g2c_rl.runs import evaluate_run
-    print(f'held-out, greedy: {evaluate_run(args.run, load_verifier(args.verifier) if args.verifier else None)}')
+    found = evaluate_run(args.run, load_verifier(args.verifier) if args.verifier else None, changes=_changes(args))
+    print(f'held-out, greedy{f", judged by {args.verifier}" if args.verifier else ""}: {found}')
 
 def _compare(args):
     from g2c_rl.compare import compare_runs
@@ -119,23 +145,29 @@ def _compare(args):
 
 def _audit(args):
     from g2c_rl.audit import write_audit
-    print(write_audit(args.run, load_verifier(args.verifier), args.out))
+    print(write_audit(args.run, load_verifier(args.verifier), args.out, _changes(args)))
 
 def _check(args):
     config = RunConfig(**_given(args, True))
+    family = config.family()                               # a wrong name is answered before anything is loaded
     from g2c_rl.check import check_task
     from g2c_rl.lora import add_lora
     from g2c_rl.policies import find_device, load_policy
+    from g2c_rl.runs import _judge
     model, tokenizer = load_policy(config.model, find_device(config.device), config.adapter)
     if not config.adapter: add_lora(model, config.rank, seed=config.seed)
-    check = check_task(model, tokenizer, config.family(), args.n, config.k, config.groups_per_step, config.seed)
+    def progress(asked): print(f'\r\x1b[Kasked {asked} of {args.n} questions', end='', file=sys.stderr, flush=True)
+    with _judge(config, family.verifier) as judge:
+        try: check = check_task(model, tokenizer, replace(family, verifier=judge), args.n, config.k, config.groups_per_step, config.seed,
+                                config.on_error, progress if sys.stderr.isatty() else None)
+        finally: print('\r\x1b[K' if sys.stderr.isatty() else '', end='', file=sys.stderr, flush=True)
     print(check)
     return 1 if check.pointless else 0
 
 def _merge(args):
     from g2c_rl.runs import merge_run
     merge_run(args.run, args.out)
-    print(f'a model without adapters: {args.out}')
+    print(f'the model, with the adapter in its weights: {args.out} (AutoModelForCausalLM.from_pretrained({str(args.out)!r}) loads it)')
 
 def _fetch(args):
     from g2c_rl.smollm2 import describe_smollm2, fetch_smollm2
@@ -164,13 +196,33 @@ def _baselm(args):
 _deeds = dict(train=_train, check=_check, experiment=_experiment, evaluate=_evaluate, report=_report, compare=_compare, audit=_audit,
               fetch=_fetch, merge=_merge, baselm=_baselm, learn=_learn)
 
-# %% ../nbs/34_cli.ipynb #6b7f48ed
+# %% ../nbs/34_cli.ipynb #1dbd0ee6
+def _sentence(error):
+    "An error in words, without the system's number for it"
+    if not isinstance(error, OSError) or not error.strerror: return str(error) or type(error).__name__
+    return f'{error.filename}: {error.strerror}' if error.filename else error.strerror
+
+def _way_out(args, cause):
+    "What to type after a verifier has failed"
+    run = args.command == 'train' and (args.resume or args.out)
+    again = going_on(run, allow_changes=True) if run and (Path(run)/'config.json').exists() else '(the same command)'
+    ways = {'when it is mended': ''}
+    if getattr(args, 'on_error', 'stop') == 'stop': ways['or leave such completions out and count them'] = setting('on_error', 'skip')
+    if isinstance(cause, TimeoutError): ways['or allow it more time'] = setting('verifier_seconds', 'N')
+    if isinstance(cause, MemoryError): ways['or allow it more memory'] = setting('verifier_memory_mb', 'N')
+    return '\n'.join(f'  {what + ":":46}{again} {flag}'.rstrip() for what,flag in ways.items())
+
+# %% ../nbs/34_cli.ipynb #cd634531
+@typed()
 def main(
     argv:list[str]=None,  # Words after `g2c-rl` (default: those that were typed)
 )->int:                   # Exit status: 0, 1 if a check advises against a run, 2 for bad input, 130 for Ctrl-C
     "Run one command"
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown: parser.exit(2, f'g2c-rl: {args.command} takes no {" ".join(unknown)}; see g2c-rl {args.command} --help\n')
     try: return _deeds[args.command](args) or 0
-    except (ValueError, OSError, ArithmeticError) as e: print(f'g2c-rl: {e}', file=sys.stderr)
+    except VerifierError as e: print(f'g2c-rl: {e}\n{_way_out(args, e.__cause__)}', file=sys.stderr)
+    except (ValueError, OSError, ArithmeticError) as e: print(f'g2c-rl: {_sentence(e)}', file=sys.stderr)
     except KeyboardInterrupt: print('\ng2c-rl: stopped', file=sys.stderr); return 130
     return 2

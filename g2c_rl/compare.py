@@ -177,7 +177,8 @@ def compare_runs(
     if out:
         axes = plot_runs(groups)
         try: axes[0, 0].figure.savefig(out, dpi=150)
-        except (OSError, ValueError) as e: raise OSError(f'the figure could not be written to {out}: {getattr(e, "strerror", None) or e}') from e
+        except (OSError, ValueError) as e:
+            raise OSError(f'the figure could not be written to {out}: {getattr(e, "strerror", None) or e}') from e
         finally: plt.close(axes[0, 0].figure)
     settings = [runs[0].settings for runs in groups.values()]
     differing = [name for name in _EXAM if len({json.dumps(s.get(name)) for s in settings}) > 1]

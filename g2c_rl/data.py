@@ -17,8 +17,10 @@ from zlib import crc32
 from .tasks import Family, Task, families, is_held_out
 from .verifiers import ready_made
 
-# %% ../nbs/12_data.ipynb #e4a8cb00
+# %% ../nbs/12_data.ipynb #fda3e4e4
 _OWN = {f.name for f in fields(Task)} - {'fields'}   # the others of a row go into `fields`
+
+def _is_text(prompt): return isinstance(prompt, str) and bool(prompt.strip())
 
 def _is_chat(prompt):
     "Whether this is a list of messages with a role and some text each"
@@ -27,20 +29,31 @@ def _is_chat(prompt):
 
 def _task(row, where):
     "A task from one row, or an error that says what is wrong with it"
-    if not isinstance(row, dict): raise ValueError(f'{where}: a row is an object with `prompt` and `answer`, got {_short(row)}')
-    for name in ('prompt', 'answer'):
+    if not isinstance(row, dict) and not hasattr(row, 'prompt'):
+        raise ValueError(f'{where}: a row is an object with `prompt` and `answer`, got {_short(row)}')
+    for name in ('prompt', 'answer') if isinstance(row, dict) else ():
         if name not in row:
-            raise ValueError(f'{where}: no field `{name}`, only {", ".join(map(str, row)) or "none"}; rename the one that holds the {name}')
-    prompt = row['prompt']
-    if not (isinstance(prompt, str) and prompt.strip() or _is_chat(prompt)):
+            raise ValueError(f'{where}: no field `{name}`, only {", ".join(map(str, row)) or "none"}; rename the one that holds the {name}'
+                             + (', or write "answer": null if the verifier needs none' if name == 'answer' else ''))
+    prompt = row['prompt'] if isinstance(row, dict) else row.prompt
+    if not (_is_text(prompt) or _is_chat(prompt)):
         raise ValueError(f'{where}: `prompt` must be a text that is not empty, or a list of messages such as '
                          f'{{"role": "user", "content": "..."}}, got {_short(prompt)}')
+    if not isinstance(row, dict): return row                                  # a task already, of a kind of your own
     options, prefix, split = row.get('options', []), row.get('prefix', ''), row.get('split')
     if not isinstance(options, list|tuple): raise ValueError(f'{where}: `options` must be a list, got {_short(options)}')
     if not isinstance(prefix, str) or prefix and isinstance(prompt, str) and not prompt.endswith(prefix):
         raise ValueError(f'{where}: `prefix` must be the text that the prompt ends with, got {_short(prefix)}')
     if split not in (None, 'train', 'test'): raise ValueError(f'{where}: `split` must be "train" or "test", got {_short(split)}')
     return Task(prompt, row['answer'], tuple(options), prefix, {k: v for k,v in row.items() if k not in _OWN})
+
+def _existing(path):
+    "A path, if there is a file"
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f'{path} is a folder; name a file in it' if path.is_dir() else
+                                f'there is no file {path}' + ('' if path.is_absolute() else f' in {Path.cwd()}'))
+    return path
 
 def _short(value):
     text = repr(value)
@@ -62,29 +75,30 @@ def _key(prompt):
     "What makes two prompts the same: white space does not make them different"
     return ' '.join((prompt if isinstance(prompt, str) else json.dumps(prompt)).split())
 
-# %% ../nbs/12_data.ipynb #c6039d29
+# %% ../nbs/12_data.ipynb #7d3d0116
 def read_tasks(
-    source:str|Path|list,  # A .jsonl file, or a list of dictionaries with `prompt` and `answer`
+    source:str|Path|list,  # A .jsonl file, or a list of dictionaries with `prompt` and `answer`, or of tasks
 )->list[Task]:             # Different prompts, in the order of the source
     "Read tasks, and drop what appears twice"
     if isinstance(source, list): rows, name = [(row, f'row {i}') for i,row in enumerate(source)], 'the list'
-    else: rows, name = _rows(Path(source)), str(source)
+    else: rows, name = _rows(_existing(source)), str(source)
     seen = {}
     for row,where in rows:
         task = _task(row, where)
         first, before = seen.setdefault(_key(task.prompt), (task, where))
-        differ = [f.name for f in fields(Task)[1:] if getattr(first, f.name) != getattr(task, f.name)]
+        differ = [f.name for f in fields(Task)[1:] if getattr(first, f.name, None) != getattr(task, f.name, None)]
         if differ: raise ValueError(f'{where}: the prompt of {before} again, with other {" and ".join(differ)}; keep one of them')
     if not seen: raise ValueError(f'{name} has no rows; write one object with `prompt` and `answer` in each line')
     return [task for task,_ in seen.values()]
 
-# %% ../nbs/12_data.ipynb #6bd11d3d
+# %% ../nbs/12_data.ipynb #eb336af1
 def split_tasks(
     tasks:list[Task],                # As `read_tasks` gives them
 )->tuple[list[Task], list[Task]]:    # For training, and for the exam
     "Divide tasks by their own `split` where any has one, else by a hash of the prompt"
-    marked = any('split' in t.fields for t in tasks)
-    examined = lambda t: t.fields.get('split') == 'test' if marked else is_held_out(_key(t.prompt))
+    mark = lambda t: getattr(t, 'fields', {}).get('split')
+    marked = any(map(mark, tasks))
+    examined = lambda t: mark(t) == 'test' if marked else is_held_out(_key(t.prompt))
     train, exam = [t for t in tasks if not examined(t)], [t for t in tasks if examined(t)]
     if not train or not exam:
         raise ValueError(f'of {len(tasks)} different prompts {len(train)} are left to train on and {len(exam)} for the exam, '
@@ -92,13 +106,13 @@ def split_tasks(
                          + ('mark others with "split": "test"' if marked else 'add rows, or mark some with "split": "test"'))
     return train, exam
 
-# %% ../nbs/12_data.ipynb #cc3a39b8
+# %% ../nbs/12_data.ipynb #79c8534f
 _modules = {}  # module by path, time of the last change, and size
 
 def _run_file(path):
     "The module that a Python file is"
-    path = Path(path).resolve()
-    stat = path.stat()                                      # or FileNotFoundError, with the name
+    path = _existing(path).resolve()
+    stat = path.stat()
     key = path, stat.st_mtime_ns, stat.st_size
     if key in _modules: return _modules[key]
     name, home = f'{path.stem}_{crc32(str(key).encode()):08x}', str(path.parent)
@@ -117,19 +131,30 @@ def _run_file(path):
     _modules[key] = module
     return module
 
+def _split_spec(spec):
+    "File and name of `FILE.py:name`; the name is empty where it is missing"
+    file, _, name = str(spec).rpartition(':')
+    return (file, name) if file.endswith('.py') else (str(spec), '')
+
 def _look_up(spec, what):
     "The object that `FILE.py:name` names"
-    file, _, name = str(spec).rpartition(':')
-    if not file.endswith('.py'): file, name = str(spec), ''
+    file, name = _split_spec(spec)
     module = _run_file(file)
     found = vars(module).get(name)
     if found is not None: return found
-    known = [n for n,v in vars(module).items() if not n.startswith('_') and getattr(v, '__module__', module.__name__) == module.__name__]
+    usable = lambda v: callable(v) and not isinstance(v, type) or what == 'task' and isinstance(v, list|Family)
+    known = [n for n,v in vars(module).items()
+             if not n.startswith('_') and usable(v) and getattr(v, '__module__', module.__name__) == module.__name__]
     near = get_close_matches(name, known, 1)
-    raise ValueError((f'{file} has no {name!r}' if name else f'say which {what} of {file}')
+    raise ValueError((f'{file} has no {name!r}' if name else f'say which {what} of {file}, as {file}:NAME')
                      + (f'; did you mean {file}:{near[0]}?' if near else f'; it has: {", ".join(known) or "nothing"}'))
 
-# %% ../nbs/12_data.ipynb #795279fd
+def _meant(name):
+    "A hint, if leaving `.py` away is all that is wrong with a name"
+    file, colon, function = name.partition(':')
+    return f'did you mean {file}.py:{function}? ' if colon and Path(f'{file}.py').is_file() else ''
+
+# %% ../nbs/12_data.ipynb #50c9d292
 def load_verifier(
     verifier:str|Callable,  # A ready-made one's name, `FILE.py:function`, or a function
 )->Callable:                # `(task, completion) -> float`
@@ -138,7 +163,7 @@ def load_verifier(
         if verifier in ready_made: return ready_made[verifier]
         if '.py' not in verifier:
             near = get_close_matches(verifier, ready_made, 1)
-            raise ValueError(f'unknown verifier {verifier!r}; ' + (f'did you mean {near[0]}? ' if near else '')
+            raise ValueError(f'unknown verifier {verifier!r}; ' + (f'did you mean {near[0]}? ' if near else _meant(verifier))
                              + f'Ready-made: {", ".join(ready_made)}; or name your own, FILE.py:function')
         name, verifier = verifier, _look_up(verifier, 'verifier')
     else: name = getattr(verifier, '__name__', repr(verifier))
@@ -149,7 +174,7 @@ def load_verifier(
     except ValueError: pass                                 # nothing is known about the arguments of some built-in functions
     return verifier
 
-# %% ../nbs/12_data.ipynb #78fc245c
+# %% ../nbs/12_data.ipynb #b90bca35
 def _builder(make, name):
     "A builder `(rng, held_out=False) -> Task` from a function of one's own"
     try: parameters = inspect.signature(make).parameters
@@ -158,8 +183,7 @@ def _builder(make, name):
         try: task = make(rng, **which)
         except Exception as e:
             raise ValueError(f'{name} raised {type(e).__name__}: {e}; it is called as a builder, (rng, held_out) -> Task') from e
-        if isinstance(task, dict): task = _task(task, name)
-        if hasattr(task, 'prompt'): return task
+        if isinstance(task, dict) or hasattr(task, 'prompt'): return _task(task, name)
         raise ValueError(f'{name} must return a Task, or a dictionary with `prompt` and `answer`, got {_short(task)}')
     if 'held_out' in parameters: return lambda rng, held_out=False: one(rng, held_out=held_out)
     def split(rng, held_out=False):
@@ -179,8 +203,19 @@ def _check_builder(make, name):
     if [t.prompt for t in draw(False)] != [t.prompt for t in draw(False)]:
         raise ValueError(f'{name} gives other tasks for the same rng; draw everything from rng, so that a run can be repeated')
 
-# %% ../nbs/12_data.ipynb #7a51901b
+# %% ../nbs/12_data.ipynb #75e1f76f
 _MAX_NEW_TOKENS = 32   # for a file, which does not say
+
+def _unknown(name):
+    "What to do about a task that is no task"
+    near = get_close_matches(name, families, 1)
+    kind = Path(name).suffix[1:]
+    if kind in ('json', 'csv', 'parquet'):
+        return (f'{name} is no .jsonl file, which has one object in each line, such as {{"prompt": "2+2?", "answer": 4}}; '
+                f'pandas writes it: pandas.read_{kind}({name!r})'
+                f'.to_json({name.removesuffix(kind) + "jsonl"!r}, orient="records", lines=True)')
+    return (f'unknown task {name!r}; ' + (f'did you mean {near[0]}? ' if near else _meant(name))
+            + f'known tasks: {", ".join(families)}; or name a file.jsonl, or FILE.py:function')
 
 def load_family(
     task:str|Path|list,           # A name of `families`, a .jsonl file, `FILE.py:name`, or a list of dictionaries
@@ -194,10 +229,11 @@ def load_family(
     if name in families: found = families[name]
     elif '.py' in name and not isinstance(task, list): found = _look_up(task, 'task')
     elif isinstance(task, list) or name.endswith('.jsonl'): found = read_tasks(task)
-    else: raise ValueError(f'unknown task {name!r}; known tasks: {", ".join(families)}; or name a file.jsonl, or FILE.py:function')
+    else: raise ValueError(_unknown(name))
     if isinstance(found, list):
         train, exam = split_tasks(found if all(isinstance(t, Task) for t in found) else read_tasks(found))
-        found = Family(lambda rng, held_out=False: rng.choice(exam if held_out else train), None, _MAX_NEW_TOKENS, held_out=tuple(exam))
+        found = Family(lambda rng, held_out=False: rng.choice(exam if held_out else train), None, _MAX_NEW_TOKENS,
+                       held_out=tuple(exam), tasks=tuple(train))
     elif name not in families:
         if not isinstance(found, Family): found = Family(_builder(found, name), None, _MAX_NEW_TOKENS)
         _check_builder(found.make, name)

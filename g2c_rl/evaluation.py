@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['wilson_interval', 'Evaluation', 'evaluate_policy', 'Probe', 'probe_policy', 'calibration_table']
 
-# %% ../nbs/07_evaluation.ipynb #6d9a3eef
+# %% ../nbs/07_evaluation.ipynb #33f81f3f
 import torch
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isnan
 from torch import Tensor
 from .sampling import greedy_completions, sample_groups
 from .tasks import Task, families, held_out_tasks, integers_in, score
@@ -25,7 +26,7 @@ def wilson_interval(
     centre, half = p + z*z/(2*n), z * (p*(1-p)/n + z*z/(4*n*n))**.5
     return max(0., (centre - half) / (1 + z*z/n)), min(1., (centre + half) / (1 + z*z/n))   # rounding may step over the ends
 
-# %% ../nbs/07_evaluation.ipynb #5e623ce8
+# %% ../nbs/07_evaluation.ipynb #4c96fe3b
 @dataclass
 class Evaluation:
     "The outcome of an exam, question by question"
@@ -38,10 +39,14 @@ class Evaluation:
     @property
     def passed(self): return sum(s >= 1 for s in self.scores)  # full marks count, parts don't
     @property
+    def not_judged(self): return sum(isnan(s) for s in self.scores)
+    @property
     def pass_rate(self): return self.passed / self.n
     @property
     def interval(self): return wilson_interval(self.passed, self.n)
-    def __str__(self): return f'{self.pass_rate:.1%} of {self.n} (95 % interval {self.interval[0]:.1%} to {self.interval[1]:.1%})'
+    def __str__(self):
+        left = f'; {self.not_judged} not judged, which count as not passed' if self.not_judged else ''
+        return f'{self.pass_rate:.1%} of {self.n} (95 % interval {self.interval[0]:.1%} to {self.interval[1]:.1%}{left})'
 
 # %% ../nbs/07_evaluation.ipynb #4a540f93
 def evaluate_policy(

@@ -66,7 +66,7 @@ def render_chat(
     if last not in text: raise ValueError(f'the chat template does not show the message that was to be continued: {last!r}')
     return text[:text.rindex(last) + len(last)]
 
-# %% ../nbs/13_huggingface.ipynb #86004e0c
+# %% ../nbs/13_huggingface.ipynb #af248bbd
 class FolderTokenizer(PromptTokenizer):
     "The tokenizer of a model folder, through the `tokenizers` library alone"
     def __init__(self,
@@ -74,7 +74,9 @@ class FolderTokenizer(PromptTokenizer):
     ):
         folder = Path(folder)
         if not (folder/'tokenizer.json').exists(): raise FileNotFoundError(f'no tokenizer in {folder}: it needs tokenizer.json')
-        self.backend = _need('tokenizers', 'smollm2').Tokenizer.from_file(str(folder/'tokenizer.json'))
+        library = _need('tokenizers', 'smollm2')
+        try: self.backend = library.Tokenizer.from_file(str(folder/'tokenizer.json'))
+        except Exception as e: raise ValueError(f'{folder/"tokenizer.json"} is no readable tokenizer: {e}') from e   # no finer class
         self.backend.no_padding()
         self.backend.no_truncation()
         read = lambda name: json.loads((folder/name).read_text(encoding='utf-8')) if (folder/name).exists() else {}
@@ -96,7 +98,10 @@ class FolderTokenizer(PromptTokenizer):
         "Ids to text"
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
-# %% ../nbs/13_huggingface.ipynb #788e225a
+# %% ../nbs/13_huggingface.ipynb #50361c4a
+_NO_CHAT = ('this tokenizer has no chat template; give the prompt as a string, '
+            'or choose a model that was trained to chat, such as smollm2-135m')
+
 def _as_list(value): return value if isinstance(value, list) else [] if value is None else [value]
 
 @patch
@@ -104,7 +109,7 @@ def _ids(self:FolderTokenizer, text): return self.backend.encode(text, add_speci
 
 @patch
 def _spell(self:FolderTokenizer, messages, go_on):
-    if not self.template: raise ValueError('this tokenizer has no chat template; give the prompt as a string')
+    if not self.template: raise ValueError(_NO_CHAT)
     return render_chat(self.template, messages, go_on, **self.special)
 
 # %% ../nbs/13_huggingface.ipynb #f9c70690
@@ -112,7 +117,7 @@ import copy, inspect
 import torch
 from torch import Tensor, nn
 
-# %% ../nbs/13_huggingface.ipynb #e19fb049
+# %% ../nbs/13_huggingface.ipynb #c577d8a3
 class HFPolicy(nn.Module):
     "A `transformers` causal language model as a policy"
     def __init__(self,
@@ -125,8 +130,8 @@ class HFPolicy(nn.Module):
         if not self.cache_name: raise ValueError(f'{type(model).__name__} takes no key/value cache; only attention models are supported')
         self.context_length = getattr(model.config.get_text_config(), 'max_position_embeddings', None)
 
-    def forward(self, ids, cache=None, pad=None, last=None):
-        T, start = ids.shape[1], 0 if cache is None else cache.length
+    def forward(self, ids, cache=None, pad=None, last=None, targets=None):
+        T, start, last = ids.shape[1], 0 if cache is None else cache.length, last if targets is None else targets.shape[1]
         columns = torch.arange(start + T, device=ids.device)
         where = columns[start:][None] if pad is None else columns[start:] - pad[:, None]        # (1 or B, T)
         options = dict(use_cache=cache is not None, position_ids=where.clamp(min=0).expand(len(ids), -1), logits_to_keep=last or 0)
@@ -134,7 +139,9 @@ class HFPolicy(nn.Module):
         if pad is not None: options['attention_mask'] = (columns >= pad[:, None]).long()        # (B, S)
         logits = self.wrapped(input_ids=ids, **{k: v for k,v in options.items() if k in self.takes}).logits
         if last is not None: logits = logits[:, -last:]
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if targets is None: return logits
+        return (logits.gather(-1, targets.clamp(min=0)) - logits.logsumexp(-1, keepdim=True)).masked_fill(targets < 0, 0.)
 
 # %% ../nbs/13_huggingface.ipynb #7ff38c25
 class HFCache:
@@ -189,16 +196,16 @@ class HFTokenizer(PromptTokenizer):
         "Ids to text"
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-# %% ../nbs/13_huggingface.ipynb #accdf579
+# %% ../nbs/13_huggingface.ipynb #7f6f44e2
 @patch
 def _ids(self:HFTokenizer, text): return list(self.backend(text, add_special_tokens=False).input_ids)
 
 @patch
 def _spell(self:HFTokenizer, messages, go_on):
-    if not self.backend.chat_template: raise ValueError('this tokenizer has no chat template; give the prompt as a string')
+    if not self.backend.chat_template: raise ValueError(_NO_CHAT)
     return self.backend.apply_chat_template(messages, tokenize=False, add_generation_prompt=not go_on, continue_final_message=go_on)
 
-# %% ../nbs/13_huggingface.ipynb #8c74da35
+# %% ../nbs/13_huggingface.ipynb #7293a811
 def _hub_answers():
     "One quick question; without it, every file would be asked for again and again, for a minute"
     hub = _need('huggingface_hub', 'hf')
@@ -215,7 +222,7 @@ def load_hf(
         here = Path(name).is_dir() or not _hub_answers()
         tokenizer = hf.AutoTokenizer.from_pretrained(name, local_files_only=here)
         model = hf.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, local_files_only=here)
-    except (OSError, ValueError, KeyError, ImportError) as e:
+    except Exception as e:                               # a damaged file may raise anything
         first = next((line.strip() for line in str(e).splitlines() if line.strip()), '')
         raise OSError(f'{str(name)!r} could not be loaded ({type(e).__name__}: {first}); it must be a folder with a causal language model, '
                       'or a name on the hub, which needs the network once') from e

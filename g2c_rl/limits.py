@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LimitedVerifier']
 
-# %% ../nbs/10_limits.ipynb #f136807e
+# %% ../nbs/10_limits.ipynb #d3449d47
 import builtins, io, json, os, pickle, signal, sys, traceback, warnings
 from collections.abc import Callable
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Lock
 from time import monotonic, sleep
 from weakref import WeakSet, finalize
-from .tasks import Task
+from .tasks import Task, _place
 
 # %% ../nbs/10_limits.ipynb #52ca3592
 def _settle(lifeline):
@@ -43,7 +43,7 @@ def _limit_memory(mb):
     most = int(Path('/proc/self/statm').read_text().split()[0])*resource.getpagesize() + int(mb*2**20)
     resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
-# %% ../nbs/10_limits.ipynb #bcf1a981
+# %% ../nbs/10_limits.ipynb #0e5ae09a
 def _number(value):
     "A verifier's number as a float"
     number = value.item() if getattr(value, 'shape', None) == () else value        # a tensor or array of one number
@@ -59,7 +59,8 @@ def _answer(verifier, request, limited):
         if limited and isinstance(e, MemoryError):
             _limit_memory(None)                                                    # or there may be none left to tell of it
             answer = dict(memory=True)
-        else: answer = dict(raised=[c.__name__ for c in type(e).__mro__], message=str(e), where=''.join(traceback.format_exception(e)))
+        else: answer = dict(raised=[c.__name__ for c in type(e).__mro__], message=str(e), where=''.join(traceback.format_exception(e)),
+                           place=_place(verifier, e))
     text = lambda f: '' if f.closed else f.buffer.getvalue().decode('utf-8', 'backslashreplace')
     return answer | dict(stdout=text(out), stderr=text(err))
 
@@ -88,7 +89,7 @@ def _forget():
         w.pipe.close(); w.lifeline.close()
 
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_forget)
-Finalize(None, lambda all: [w.end() for w in list(all)], [_workers], exitpriority=0)   # at the end of Python
+_at_the_end = Finalize(None, lambda all: [w.end() for w in list(all)], [_workers], exitpriority=0)   # of Python
 
 # %% ../nbs/10_limits.ipynb #5b2956c4
 @contextmanager
@@ -161,7 +162,7 @@ def fate(self:_Worker):
            'SIGABRT': 'compiled code gave up, perhaps for want of memory'}.get(name, 'from outside, or by itself')
     return f'its worker was killed by {name}: {why}'
 
-# %% ../nbs/10_limits.ipynb #88fb43c1
+# %% ../nbs/10_limits.ipynb #93952286
 def _again(answer):
     "The error that a worker tells of"
     names = answer['raised']
@@ -170,9 +171,10 @@ def _again(answer):
     ancestor = next(c for c in known if issubclass(c, Exception) and not issubclass(c, BaseExceptionGroup))
     error = type(names[0], (ancestor,), dict(__init__=lambda self: None, __str__=lambda self: answer['message']))()
     error.add_note(f'In the verifier\'s worker:\n{answer["where"]}')
+    error.place = answer['place']                                        # for `score`, which can't see into another process
     return error
 
-# %% ../nbs/10_limits.ipynb #3c172746
+# %% ../nbs/10_limits.ipynb #eea95bae
 class LimitedVerifier:
     "A verifier in a process of its own, which is killed and replaced when a call takes too long or too much"
     def __init__(self,
@@ -191,7 +193,7 @@ class LimitedVerifier:
         if method not in (None, 'fork', 'spawn'): raise ValueError(f'method must be fork or spawn, got {method!r}')
         self.verifier, self.seconds, self.memory_mb = verifier, seconds, memory_mb
         self.method = method or ('fork' if sys.platform == 'linux' else 'spawn')
-        self.__name__ = getattr(verifier, '__name__', repr(verifier))
+        self.__name__, self.__wrapped__ = getattr(verifier, '__name__', repr(verifier)), verifier
         self._worker, self._lock = None, Lock()
 
     def __enter__(self): return self
@@ -202,7 +204,7 @@ class LimitedVerifier:
         if self._worker: self._worker.end()
         self._worker = None
 
-# %% ../nbs/10_limits.ipynb #c70dc9e5
+# %% ../nbs/10_limits.ipynb #22dc1d00
 _START_SECONDS = 60
 
 @patch
@@ -229,11 +231,11 @@ def __call__(self:LimitedVerifier,
             self._worker.send((task, completion))
             answer = self._worker.receive(self.seconds)
             if 'memory' in answer: raise MemoryError(f'it wanted more than the limit of {self.memory_mb:g} MB and its worker was replaced; '
-                                                     'let it need less, or raise memory_mb')
+                                                     'let it need less, or allow it more MB')
         except TimeoutError:
             self.close()
             raise TimeoutError(f'no answer within the limit of {self.seconds:g} s, and its worker was killed; '
-                               'make it faster, or raise seconds') from None
+                               'make it faster, or allow it more seconds') from None
         except BaseException: self.close(); raise                        # Ctrl-C too: half a conversation cannot be resumed
     for name in ('stdout', 'stderr'):
         if answer[name]: getattr(sys, name).write(answer[name])

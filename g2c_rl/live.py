@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LiveView']
 
-# %% ../nbs/26_live.ipynb #2fde9295
+# %% ../nbs/26_live.ipynb #293b272a
 import base64, io, sys, warnings
 import matplotlib.pyplot as plt
 from fastcore.basics import patch
@@ -13,15 +13,18 @@ from html import escape
 from math import isnan
 from time import monotonic
 from .plotting import plot_history
+from .watch import Watch
 
-# %% ../nbs/26_live.ipynb #3d22e92d
+# %% ../nbs/26_live.ipynb #540ae4d6
 def _number(x): return '–' if isnan(x) else f'{x:.2f}'
 
 def _line(history, steps_left):
     "How a run is doing, in words"
     done, latest = len(history['reward_mean']), {name: values[-1] for name,values in history.items()}
+    failed = sum(history.get('verifier_errors', ()))
     return (f'step {done} of {done + steps_left}  reward {_number(latest["reward_mean"])}  KL {_number(latest["kl"])}  '
-            f'entropy {_number(latest["entropy"])}  degenerate groups {latest["all_fail"] + latest["all_pass"]:.0f}')
+            f'entropy {_number(latest["entropy"])}  degenerate groups {latest["all_fail"] + latest["all_pass"]:.0f}'
+            + (f'  not judged {failed:.0f}' if failed else ''))
 
 # %% ../nbs/26_live.ipynb #eb1c475b
 def _cell(text, most=300):
@@ -47,7 +50,7 @@ def _curves(history, chance):
     source = f'data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}'
     return f'<img alt="Reward, degenerate groups, KL and entropy so far" src="{source}">'
 
-# %% ../nbs/26_live.ipynb #1c30d224
+# %% ../nbs/26_live.ipynb #f793caab
 def _notebook():
     "IPython's shell, if what it shows can be more than text"
     shell = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
@@ -64,26 +67,40 @@ class LiveView:
         if samples < 0: raise ValueError(f'samples must be at least 0, got {samples}')
         self.share, self.samples, self.chance, self.shell = share, samples, chance, _notebook()
         self.display, self.shown, self.broken = None, 0, False
+        self.trainer, self.watch, self.alarms = None, Watch(), []
         self.drawn_at, self.pause = float('-inf'), 0. if self.shell else 2.
 
     def __call__(self, trainer, metrics):
         "After a step: draw, if it is time"
         self.now = trainer.history, trainer.steps_left, trainer.batch
+        if self.trainer is not trainer: self.trainer, self.watch, self.alarms = trainer, Watch(), []
         if trainer.steps_left and monotonic() - self.drawn_at < self.pause: return
         start = monotonic()
         self.draw()
         self.drawn_at = monotonic()
         self.pause = max((self.drawn_at - start)/self.share, self.pause if not self.shell else 0.)
 
-# %% ../nbs/26_live.ipynb #91a3c25e
+# %% ../nbs/26_live.ipynb #7d54fda6
+@patch
+def _look(self:LiveView):
+    "The alarms of the steps that have not been looked at, in words"
+    history, groups = self.now[0], self.trainer.groups_per_step
+    sizes = dict(groups=groups, completions=groups*self.trainer.k)
+    steps = ({name: values[i] for name,values in history.items()} for i in range(self.watch.step, len(history['reward_mean'])))
+    return [str(alarm) for step in steps for alarm in self.watch(step | sizes)]
+
+# %% ../nbs/26_live.ipynb #0e258ce1
 @patch
 def draw(self:LiveView):
     "Show the latest step"
     if self.broken: return
     history, steps_left, batch = self.now
     line, self.shown = _line(history, steps_left), len(history['reward_mean'])
-    if not self.shell: return print(line, flush=True)
-    try: page = f'<div><p>{line}</p>{_curves(history, self.chance)}{_samples(batch, self.samples)}</div>'
+    new = self._look()
+    self.alarms += new
+    if not self.shell: return print(*(f'! {alarm}' for alarm in new), line, sep='\n', flush=True)
+    said = ''.join(f'<p><b>!</b> {escape(alarm)}</p>' for alarm in self.alarms[-5:])
+    try: page = f'<div><p>{line}</p>{said}{_curves(history, self.chance)}{_samples(batch, self.samples)}</div>'
     except Exception as e:
         warnings.warn(f'the live view has failed and is left out from here on; the run goes on ({type(e).__name__}: {e})', stacklevel=2)
         self.broken = True

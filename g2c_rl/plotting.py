@@ -22,6 +22,15 @@ def trailing_mean(
         means.append(value if isnan(value) else sum(seen)/len(seen))
     return means
 
+# %% ../nbs/22_plotting.ipynb #f0dc732f
+def _curve(ax, values, **style):
+    "Draw values over steps, and a dot where one stands alone between two gaps; the line"
+    steps, around = range(1, len(values) + 1), [nan, *values, nan]
+    line, = ax.plot(steps, values, **style)
+    alone = [v if isnan(before) and isnan(after) else nan for before,v,after in zip(around, values, around[2:])]
+    if not all(map(isnan, alone)): ax.plot(steps, alone, '.', color=line.get_color(), alpha=style.get('alpha'))
+    return line
+
 # %% ../nbs/22_plotting.ipynb #9c6e54fc
 def plot_history(
     history:dict[str, list],  # From `GRPOTrainer.train`
@@ -34,8 +43,8 @@ def plot_history(
     dead = [fail + passed for fail,passed in zip(history['all_fail'], history['all_pass'])]
     for ax,(title,values) in zip(axes.flat, (('reward', history['reward_mean']), ('degenerate groups', dead),
                                              ('KL to the base (nats)', history['kl']), ('entropy (nats per token)', history['entropy']))):
-        ax.plot(steps, values, color='tab:blue', alpha=.3)
-        ax.plot(steps, trailing_mean(values), color='tab:blue')
+        _curve(ax, values, color='tab:blue', alpha=.3)
+        _curve(ax, trailing_mean(values), color='tab:blue')
         ax.set(title=title)
     if chance is not None: axes[0, 0].axhline(chance, color='grey', ls=':', label='chance')
     if exam: axes[0, 0].plot([0, len(steps)], exam, 'o', color='tab:orange', label='held-out, greedy')
@@ -61,6 +70,6 @@ def plot_band(
     "Draw the mean of several seeds, and a band of one standard deviation"
     mean, spread = mean_and_spread([trailing_mean(c, window) for c in curves])
     steps = range(1, len(mean) + 1)
-    line, = ax.plot(steps, mean, label=label, color=color)
+    line = _curve(ax, mean, label=label, color=color)
     low, high = zip(*[(m - s, m + s) for m,s in zip(mean, spread)])
     ax.fill_between(steps, low, high, color=line.get_color(), alpha=.2, lw=0)

@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['find_device', 'load_policy', 'save_policy']
 
-# %% ../nbs/15_policies.ipynb #adfdaa86
-import json
+# %% ../nbs/15_policies.ipynb #4e43b989
+import json, sys
 import torch
 from copy import deepcopy
+from difflib import get_close_matches
 from pathlib import Path
 from safetensors.torch import save_file
 from .baselm.model import CausalLM, Config, load_baselm, load_model
@@ -31,7 +32,7 @@ def find_device(
 # %% ../nbs/15_policies.ipynb #b1b9be8b
 _loaders = {'baselm': load_baselm, 'smollm2-135m': load_smollm2}
 
-# %% ../nbs/15_policies.ipynb #04439cf1
+# %% ../nbs/15_policies.ipynb #118fab01
 def _own_llama(folder):
     "Whether this package's own model can read a folder"
     weights = any((folder/f).exists() for f in ('model.safetensors', 'model.safetensors.index.json'))
@@ -40,14 +41,30 @@ def _own_llama(folder):
     except (ValueError, KeyError): return False
     return True
 
+_PARTS = {'config.json': ('config.json',), 'weights': ('*.safetensors', '*.bin'), 'tokenizer': ('tokenizer*', 'vocab*', '*.model')}
+
 def _load_other(name):
     "A folder or a hub name"
     folder = Path(name)
     if folder.is_dir() and _own_llama(folder): return load_model(folder), FolderTokenizer(folder)
+    if (folder/'adapter_config.json').exists() and not any(folder.glob('model*.safetensors')):
+        raise ValueError(f'{folder} holds an adapter and no model; name it with `adapter`, beside the model that it was trained on')
     try: return load_hf(name)
-    except (OSError, ValueError) as e: raise ValueError(f'unknown model {str(name)!r}; known models: {", ".join(_loaders)}. {e}') from e
+    except (OSError, ValueError) as e:
+        if folder.is_dir():
+            lacks = [what for what,files in _PARTS.items() if not any(any(folder.glob(f)) for f in files)]
+            raise ValueError(f'{e}' + (f'; {folder} has no {" and no ".join(lacks)}' if lacks else '')) from e
+        near = get_close_matches(str(name).lower(), _loaders, 1)
+        raise ValueError(f'unknown model {str(name)!r}; ' + (f'did you mean {near[0]}? ' if near else '')
+                         + f'known models: {", ".join(_loaders)}. {e}') from e
 
-# %% ../nbs/15_policies.ipynb #4ceb9dc5
+def _check_base(name, adapter):
+    "Say so if an adapter names another model than the one it is put on"
+    base = json.loads((Path(adapter)/'adapter_config.json').read_text(encoding='utf-8')).get('base_model_name_or_path')
+    if base and str(base) != str(name) and Path(base).resolve() != Path(name).resolve():
+        print(f'note: the adapter in {adapter} was trained on {base}, and is put on {name}', file=sys.stderr)
+
+# %% ../nbs/15_policies.ipynb #38ecafa2
 def load_policy(
     name = 'baselm',   # `baselm`, `smollm2-135m`, a folder, or a name on the hub
     device = 'cpu',    # Where it goes
@@ -56,7 +73,7 @@ def load_policy(
     "Load a policy to start from"
     model, tokenizer = _loaders[name]() if name in _loaders else _load_other(name)
     model.requires_grad_(False).eval()
-    if adapter: start_here(load_adapter(model, adapter))
+    if adapter: start_here(load_adapter(model, adapter)); _check_base(name, adapter)
     return model.to(device), tokenizer
 
 # %% ../nbs/15_policies.ipynb #c8e1ca8a

@@ -80,7 +80,7 @@ def _choose_samples(records, steps, k, also=(), rows=400):
         if key in also: others[key].append(r)
     return groups, others, total
 
-# %% ../nbs/24_report.ipynb #70b825e0
+# %% ../nbs/24_report.ipynb #6376fb8e
 def _read(folder):
     "Everything of a run folder that its report shows"
     if not (folder/'config.json').exists(): raise FileNotFoundError(f'{folder} holds no run: config.json is missing')
@@ -90,11 +90,17 @@ def _read(folder):
     metrics, alarms, tokens = list(records('metrics')), list(records('alarms')), list(records('tokens'))
     config, looked_at = about.get('config', {}), _evenly(tokens, 12)
     also = {(t['step'], t['group']) for t in looked_at}
-    groups, others, total = _choose_samples(records('samples'), [m['step'] for m in metrics], config.get('k', 8), also)
-    try: chance = get_family(config.get('task')).chance
+    errors = Counter()
+    def noted(samples):
+        for s in samples:
+            if s.get('error'): errors[_cut(s['error'])] += 1
+            yield s
+    groups, others, total = _choose_samples(noted(records('samples')), [m['step'] for m in metrics], config.get('k', 8), also)
+    try: chance = None if config.get('verifier') else get_family(config.get('task')).chance       # of the task with its own verifier
     except ValueError: chance = None
-    return dict(about=about, config=config, chance=chance, exam=exam, metrics=metrics, alarms=alarms, tokens=tokens, looked_at=looked_at,
-                groups=groups, others=others, total=total, damaged=damaged, done=metrics[-1]['step'] if metrics else 0)
+    return dict(stopped=_object(folder/'stopped.json', damaged), errors=errors, total=total, damaged=damaged,
+                about=about, config=config, chance=chance, exam=exam, metrics=metrics, alarms=alarms, tokens=tokens,
+                looked_at=looked_at, groups=groups, others=others, done=metrics[-1]['step'] if metrics else 0)
 
 # %% ../nbs/24_report.ipynb #09f91051
 def _pen(
@@ -211,37 +217,48 @@ def _curves(run):
            + draw(n for n in series if n not in _PANELS) + '</details>'
     return html, dict(steps=steps, frame=_FRAME, values=series)
 
-# %% ../nbs/24_report.ipynb #8a0347e5
+# %% ../nbs/24_report.ipynb #544a0a83
 def _exam_row(name, exam, chance):
     "One line of the exam's chart: a dot at the rate, a bar for its interval, a tick for chance"
     rate, (low, high) = exam['pass_rate'], exam['interval']
     tick = '' if chance is None else f'<i class=tick style="left:{chance:.2%}"></i>'
     bar = f'<i class=bar style="left:{low:.2%};width:{high-low:.2%}"></i><i class=dot style="left:{rate:.2%}"></i>'
     return f'<div class=row><b>{name}</b><span class=track aria-hidden=true>{tick}{bar}</span><span class=rate>{rate:.1%}</span>' \
-           f'<span class=note>{low:.1%} to {high:.1%}, of {exam["n"]}</span></div>'
+           f'<span class=note>{low:.1%} to {high:.1%}, of {exam["n"]}{_left_out(exam)}</span></div>'
+
+def _left_out(exam): return f', {exam["not_judged"]} not judged' if exam.get('not_judged') else ''
 
 def _changed(exam):
     "Answers that became right, and answers that became wrong"
     pairs = list(zip(exam['before']['answers'], exam['after']['answers']))
-    right = lambda answer: (answer['score'] or 0) >= 1                       # an answer that could not be judged is not
-    won = [(a, b) for a,b in pairs if right(b) and not right(a)]
-    lost = [(a, b) for a,b in pairs if right(a) and not right(b)]
-    text = f'<p>{len(won)} answers became right, {len(lost)} became wrong, {len(pairs) - len(won) - len(lost)} stayed what they were.</p>'
+    judged = [(a, b) for a,b in pairs if a['score'] is not None and b['score'] is not None]
+    won = [(a, b) for a,b in judged if b['score'] >= 1 > a['score']]
+    lost = [(a, b) for a,b in judged if a['score'] >= 1 > b['score']]
+    text = f'<p>{len(won)} answers became right, {len(lost)} became wrong, {len(judged) - len(won) - len(lost)} stayed what they were'
+    if left := len(pairs) - len(judged): text += f', and {left} could not be compared, since the verifier failed'
+    text += '.</p>'
     if not won + lost: return text
     code = lambda answer: f'<code>{_safe(answer["completion"])}</code>'
     table = _table(['Prompt', 'Right', 'Before', 'After'], [[_safe(a['prompt']), _safe(a['answer']), code(a), code(b)]
                                                             for a,b in won[:4] + lost[:4]], 'Answers that changed')
     return f'{text}<details><summary>Some of them</summary>{table}</details>'
 
+def _warnings(run):
+    "What must be known before any number on the page is read: that the run was stopped, or changed on the way"
+    warn = lambda text: f'<p class=warn>{text}</p>'
+    stop, changes = run.get('stopped'), run['about'].get('changes', []) if 'about' in run else []
+    said = [warn(f'This run was stopped at step {stop["step"]} of {stop["of"]}: {_safe(stop["cause"])}')] if stop else []
+    return ''.join(said + [warn(f'Changed after step {c["step"]}: {_safe("; ".join(c["what"]))}') for c in changes])
+
 def _result(run):
     "The section of the exam"
-    exam, chance = run['exam'], run['chance']
-    if 'before' not in exam: return '<p>There is no exam on record.</p>'
+    exam, chance, warnings = run['exam'], run['chance'], _warnings(run)
+    if 'before' not in exam: return f'{warnings}<p>There is no exam on record.</p>'
     rows = ''.join(_exam_row(name, exam[name], chance) for name in ('before', 'after') if name in exam)
     note = 'Greedy answers to questions that training never draws. The bar is a 95% Wilson interval.'
     if chance is not None: note += f' The tick at {chance:.0%} is a policy that guesses.'
     rest = _changed(exam) if 'after' in exam else '<p class=warn>This run stopped before its final exam, so there is no “after”.</p>'
-    return f'<div class=exam>{rows}</div><p class=note>{note}</p>{rest}'
+    return f'{warnings}<div class=exam>{rows}</div><p class=note>{note}</p>{rest}'
 
 # %% ../nbs/24_report.ipynb #3989899c
 def _doubts(
@@ -293,13 +310,15 @@ def _tokens(run):
            f'Ratio after: how much likelier the update made a token. KL: to the reference, before the update.{left}</p>' \
            '<div class=filters><div><label for=which>Step</label><select id=which></select></div></div><div id=token-rows></div>', data
 
-# %% ../nbs/24_report.ipynb #87a7c321
+# %% ../nbs/24_report.ipynb #2c414dfd
 def _alarms(run, most=40):
     "The section of alarms"
-    if not run['alarms']: return '<p>No alarm is on record.</p>'
+    errors = [f'<p>The verifier failed on {run["errors"].total():,} of {run["total"]:,} completions, which have no reward:</p>',
+              _table(['Times', 'Error'], [[f'{n:,}', _safe(e)] for e,n in run['errors'].most_common(5)], 'Errors')] if run['errors'] else []
+    if not run['alarms']: return ''.join(errors) + '<p>No alarm is on record.</p>'
     rows = [[str(int(a['step'])), _safe(a['alarm']), _number(a.get('value')), _safe(a.get('advice', ''))] for a in run['alarms'][:most]]
     left = f'<p class=note>{len(run["alarms"]) - most} more are in alarms.jsonl.</p>' if len(run['alarms']) > most else ''
-    return _table(['Step', 'Alarm', 'Value', 'Advice'], rows, 'Alarms') + left
+    return _table(['Step', 'Alarm', 'Value', 'Advice'], rows, 'Alarms') + left + ''.join(errors)
 
 def _samples(run):
     "The section of sampled completions, and its data"
@@ -328,9 +347,10 @@ def _settings(run):
     words = lambda pairs: ''.join(f'<div><dt>{_safe(k)}</dt><dd>{_safe(v)}</dd></div>' for k,v in pairs)
     trained, total = about.get('trainable_parameters'), about.get('parameters')
     parameters = [('parameters trained', f'{trained:,} of {total:,} ({trained/total:.2%})')] if trained and total else []
+    threads = [('threads', about['threads'])] if 'threads' in about else []
     damage = ''.join(f'<p class=warn>{n} unreadable in {_safe(name)}, left out here.</p>' for name,n in run['damaged'].items())
     return f'<h3>Settings</h3><dl>{words(run["config"].items())}</dl><h3>Environment</h3>' \
-           f'<dl>{words([*about.get("versions", {}).items(), ("device", about.get("device", "–")), *parameters])}</dl>{damage}'
+           f'<dl>{words([*about.get("versions", {}).items(), ("device", about.get("device", "–")), *threads, *parameters])}</dl>{damage}'
 
 # %% ../nbs/24_report.ipynb #acb70521
 _STYLE = '''

@@ -22,7 +22,7 @@ def draw(
     tokens = torch.searchsorted(cdf, uniforms.to(cdf)[:, None] * cdf[:, -1:], right=True)[:, 0]
     return tokens.clamp(max=logits.shape[-1]-1)
 
-# %% ../nbs/02_sampling.ipynb #14fada46
+# %% ../nbs/02_sampling.ipynb #7afa8c13
 @dataclass
 class GroupSample:
     "K completions of one prompt, P prompt tokens and up to T completion tokens each"
@@ -40,6 +40,10 @@ class GroupSample:
 
     @property
     def logp(self): return self.token_logp.sum(-1)  # (K,) log-prob of each completion
+
+    def rows(self, index):                          # some of the completions, by their numbers or a mask
+        texts = [self.completions[i] for i in torch.arange(len(self.ids), device=self.ids.device)[index].tolist()]
+        return GroupSample(self.ids[index], self.prompt_len, self.lengths[index], self.finished[index], self.token_logp[index], texts)
 
 # %% ../nbs/02_sampling.ipynb #7733808d
 class _Recompute:

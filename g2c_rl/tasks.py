@@ -8,12 +8,14 @@ __all__ = ['CHOICE_PROMPTS', 'NOUNS', 'COLORS', 'PEOPLE', 'THINGS', 'families', 
            'is_held_out', 'arithmetic_choice_task', 'addition_task', 'three_number_task', 'format_task', 'Family',
            'get_family', 'held_out_tasks']
 
-# %% ../nbs/01_tasks.ipynb #e103072c
-import json, re, sys
+# %% ../nbs/01_tasks.ipynb #e1c77d99
+import inspect, json, re, sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from numbers import Real
+from pathlib import Path
 from random import Random
+from traceback import walk_tb
 from zlib import crc32
 
 # %% ../nbs/01_tasks.ipynb #f74e26cf
@@ -97,8 +99,20 @@ def verify_format_content(
     value = json.JSONDecoder(parse_int=_Number, parse_float=_Number).raw_decode(task.prefix + completion)[0]['answer']
     return float(isinstance(value, _Number) == isinstance(task.answer, int) and value == str(task.answer))
 
-# %% ../nbs/01_tasks.ipynb #9ae8ba50
+# %% ../nbs/01_tasks.ipynb #d578e884
 class VerifierError(ValueError): "A verifier raised, or returned something that is not a finite number"
+
+def _place(verifier, error=None):
+    "Where a verifier raised, or else is defined, as ` (FILE, line N)`; nothing if that is in no file"
+    inner = inspect.unwrap(verifier)
+    inner = getattr(inner, 'func', inner)                                         # of a `partial`
+    code = getattr(inner, '__code__', None) or getattr(inner.__call__, '__code__', None)
+    ours = str(getattr(inner, '__module__', '')).startswith('g2c_rl.')            # a ready-made one is not yours to mend
+    if ours or code is None or not Path(code.co_filename).is_file(): return ''
+    lines = [n for frame,n in walk_tb(error and error.__traceback__) if frame.f_code.co_filename == code.co_filename]
+    return f' ({Path(code.co_filename).name}, line {lines[-1] if lines else code.co_firstlineno})'
+
+_WAY_OUT = "mend the verifier; or leave such completions out and count them: on_error='skip', or here failures=[]"
 
 def score(
     verifier:Callable,   # `(task, completion) -> float`
@@ -111,11 +125,15 @@ def score(
     name = getattr(verifier, '__name__', repr(verifier))
     try:
         try: value = verifier(task, completion)
-        except (Exception, SystemExit) as e: raise VerifierError(f'{name} raised {type(e).__name__}: {e}, {where}') from e
+        except (Exception, SystemExit) as e:
+            place = getattr(e, 'place', None) or _place(verifier, e)
+            raise VerifierError(f'{name}{place} raised {type(e).__name__}: {e}, {where}') from e
         number = value.item() if getattr(value, 'shape', None) == () else value   # a tensor or array of one number
         if isinstance(number, Real) and abs(number) <= sys.float_info.max: return float(number)
-        raise VerifierError(f'{name} returned {value!r} {where}; a verifier returns a finite number, such as 0.0 or 1.0')
+        raise VerifierError(f'{name}{_place(verifier)} returned {value!r} {where}; '
+                            'a verifier returns a finite number, such as 0.0 or 1.0')
     except VerifierError as e:
+        e.add_note(_WAY_OUT)                                                      # shown below a traceback
         if failures is None: raise
         failures.append(e)
         return float('nan')
@@ -194,7 +212,7 @@ def format_task(
             parts, question = (person, answer, things), f'The {person} has {answer} {things}. How many {things} does the {person} have?'
         if is_held_out(*parts) == held_out: return Task(f'{question} Reply in JSON. {prefix}', answer, prefix=prefix)
 
-# %% ../nbs/01_tasks.ipynb #4c7243ff
+# %% ../nbs/01_tasks.ipynb #19c2a6bf
 @dataclass(frozen=True)
 class Family:
     "A kind of task: how to make one, how to judge it, how long an answer may be"
@@ -203,6 +221,7 @@ class Family:
     max_new_tokens:int       # Completions are cut here
     chance:float|None = None # Pass rate of a policy that knows nothing, where there is one
     held_out:tuple = ()      # Every task of the exam, where they are a list
+    tasks:tuple = ()         # Every task to train on, where they are a list
 
 families = dict(
     arithmetic  = Family(arithmetic_choice_task, verify_arithmetic, 8, chance=.5),
@@ -218,7 +237,7 @@ def get_family(
     if name not in families: raise ValueError(f'unknown task {name!r}; known tasks: {", ".join(families)}')
     return families[name]
 
-# %% ../nbs/01_tasks.ipynb #866183df
+# %% ../nbs/01_tasks.ipynb #36727778
 def held_out_tasks(
     family:Family,  # From `families`, or one of your own
     n:int = 200,    # How many different prompts
@@ -236,4 +255,4 @@ def held_out_tasks(
         barren = barren + 1 if key in exam else 0
         exam.setdefault(key, task)
     if len(exam) == n: return list(exam.values())
-    raise ValueError(f'found only {len(exam)} different held-out prompts, fewer than n={n}; ask for fewer')
+    raise ValueError(f'found only {len(exam)} different held-out prompts, fewer than n={n}; ask for at most {len(exam)} (exam_size)')

@@ -23,7 +23,7 @@ class Alarm:
 
     def __str__(self): return f'{self.alarm} ({self.value:.3g}) since step {self.step}: {self.advice}'
 
-# %% ../nbs/23_watch.ipynb #14f14c2e
+# %% ../nbs/23_watch.ipynb #dacff824
 _ADVICE = dict(
     dead='for many steps no group held both better and worse completions, so nothing was learned: read the samples, then try easier '
          'prompts, a larger k, or a verifier that gives partial credit.',
@@ -34,9 +34,11 @@ _ADVICE = dict(
     kl='the policy has moved far from its reference: read the newest samples for texts that please only the verifier, '
        'then raise kl_coef or lower lr.',
     sampler='the log-probs of the sampler are not those of the scorer, so the gradient belongs to another policy: compare their '
-            'temperature, precision, dropout and cache.')
+            'temperature, precision, dropout and cache.',
+    verifier='many completions could not be judged, and what is not judged teaches nothing: read the errors among the samples and mend '
+             'the verifier, since what it fails on may be what the policy comes to write.')
 
-# %% ../nbs/23_watch.ipynb #5bb41a92
+# %% ../nbs/23_watch.ipynb #07fbb156
 class Watch:
     "Called with the metrics of every step, returns the alarms that are new"
     def __init__(self,
@@ -46,19 +48,22 @@ class Watch:
         entropy:float = .1,        # `entropy` below this share of the entropy that the run started with
         kl:float = 30.,            # `kl` above this median, nats per completion
         sampler:float = .01,       # `sampler` above this gap, nats per completion
-        window:int = 10,           # Window of `truncated`, `entropy` and `kl`, steps
+        verifier:float = .2,       # `verifier` above this share of completions that could not be judged
+        window:int = 10,           # Window of `truncated`, `entropy`, `kl` and `verifier`, steps
     ):
-        self.thresholds = dict(dead=dead, saturated=saturated, truncated=truncated, entropy=entropy, kl=kl, sampler=sampler)
+        self.thresholds = dict(dead=dead, saturated=saturated, truncated=truncated, entropy=entropy, kl=kl, sampler=sampler,
+                               verifier=verifier)
         self.step, self.window, self.dead_steps, self.start, self.gap = 0, window, 0, [], nan
         self.passed = deque(maxlen=dead)
-        self.recent = {name: deque(maxlen=window) for name in ('truncated', 'entropy', 'reward_mean', 'kl')}
+        self.recent = {name: deque(maxlen=window) for name in ('truncated', 'entropy', 'reward_mean', 'kl', 'not_judged')}
         self.raised = set()        # alarms that have not calmed down yet
 
-# %% ../nbs/23_watch.ipynb #15254c22
+# %% ../nbs/23_watch.ipynb #bc70bff2
 @patch
 def _file(self:Watch, metrics):
     "Put one step's numbers into the windows"
     number = lambda name: nan if metrics.get(name) is None else metrics[name]
+    metrics = metrics | dict(not_judged=number('verifier_errors') / number('completions'))
     self.step += 1
     self.dead_steps = self.dead_steps + 1 if metrics['all_fail'] + metrics['all_pass'] == metrics['groups'] else 0
     self.passed.append(metrics['all_pass'] / metrics['groups'])
@@ -67,7 +72,7 @@ def _file(self:Watch, metrics):
     if len(self.start) < self.window and not isnan(number('entropy')): self.start.append(number('entropy'))
     self.gap = number('sampler_gap')
 
-# %% ../nbs/23_watch.ipynb #8d741506
+# %% ../nbs/23_watch.ipynb #ea1abb88
 @patch
 def measure(self:Watch)->dict[str, float]:
     "What each alarm looks at, by name, NaN where there is not enough to see"
@@ -75,9 +80,9 @@ def measure(self:Watch)->dict[str, float]:
     recent = self.recent
     left = full(recent['entropy'], fmean) / max(fmean(self.start or [nan]), 1e-9)      # of the entropy at the start
     return dict(dead=self.dead_steps, saturated=full(self.passed, fmean), truncated=full(recent['truncated'], fmean),
-                entropy=left, kl=full(recent['kl'], median), sampler=self.gap)
+                entropy=left, kl=full(recent['kl'], median), sampler=self.gap, verifier=full(recent['not_judged'], fmean))
 
-# %% ../nbs/23_watch.ipynb #82000b4d
+# %% ../nbs/23_watch.ipynb #92ff4a87
 @patch
 def __call__(self:Watch,
     metrics:dict,      # One step's metrics, with `groups`, the number of groups, and `sampler_gap` if it was measured
@@ -88,7 +93,7 @@ def __call__(self:Watch,
     solved = values['saturated'] >= at['saturated']
     bad = {name: value > at[name] for name,value in values.items()} | dict(
         dead=values['dead'] >= at['dead'] and not solved, saturated=solved,
-        entropy=values['entropy'] < at['entropy'] and fmean(self.recent['reward_mean']) < .7)
+        entropy=values['entropy'] < at['entropy'] and fmean(self.recent['reward_mean'] or [nan]) < .7)
     calm = {name: value < .8*at[name] for name,value in values.items()} | dict(entropy=values['entropy'] > 1.25*at['entropy'])
     new = [name for name in values if bad[name] and name not in self.raised]
     self.raised = (self.raised | set(new)) - {name for name in values if calm[name]}

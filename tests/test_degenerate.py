@@ -133,8 +133,8 @@ def test_the_comparison_would_notice():
 
 def test_a_dead_group_is_neither_scored_nor_differentiated(monkeypatch):
     t, calls = bundled_trainer(), []
-    score, lossf = trainer.completion_log_prob, trainer.grpo_loss
-    monkeypatch.setattr(trainer, 'completion_log_prob', lambda *args, **kwargs: calls.append('score') or score(*args, **kwargs))
+    score, lossf = trainer.group_log_probs, trainer.grpo_loss
+    monkeypatch.setattr(trainer, 'group_log_probs', lambda *args, **kwargs: calls.append('score') or score(*args, **kwargs))
     monkeypatch.setattr(trainer, 'grpo_loss', lambda *args, **kwargs: calls.append('loss') or lossf(*args, **kwargs))
     t.verifier = lambda task, completion: .6
     t.train_step()

@@ -39,7 +39,7 @@ def test_a_page_is_finished(page):
     head = s.partition('</head>')[0]
     for tag in ('<meta property="og:title" content="A &quot;format&quot; – g2c_rl">', '<meta property="og:description" content="Is it &lt;JSON&gt;?">',
                 '<meta property="og:url" content="https://ada.github.io/g2c_rl/experiments/format.html">',
-                '<meta name="twitter:image" content="https://ada.github.io/g2c_rl/card.png">', '<script src="../site.js" defer>'):
+                '<meta name="twitter:image" content="https://ada.github.io/g2c_rl/card.png">', '<script src="../site.js" defer>', '<link rel="icon" href="data:'):
         assert head.count(tag) == 1, tag
 
 def test_lists_for_machines():

@@ -104,6 +104,23 @@ trainer.verifier = verifier''')
     assert reply['ename'] == 'VerifierError'
     assert [steps(c) for c in of(messages, 'display_data') + of(messages, 'update_display_data')] == [(1, 100), (3, 100)]
 
+def test_shown_without_being_asked(kernel):
+    "In Jupyter `trainer.train` shows itself, alarms included; False means silence"
+    execute(kernel, SET_UP.replace('from g2c_rl.live import LiveView', '') + '''
+trainer.verifier, trainer.on_error = (lambda task, completion: 'text'), 'skip'
+''')
+    messages, reply = execute(kernel, 'trainer.train(12);')
+    assert reply['status'] == 'ok' and len(of(messages, 'display_data')) == 1
+    last = (of(messages, 'display_data') + of(messages, 'update_display_data'))[-1]
+    assert steps(last) == (12, 12) and '<b>!</b> verifier (' in last['data']['text/html'] and 'not judged 192' in last['data']['text/plain']
+    messages, reply = execute(kernel, 'trainer.train(2, callback=False);')
+    assert reply['status'] == 'ok' and not of(messages, 'display_data')
+
+def test_nothing_is_shown_elsewhere():
+    code = SET_UP.replace('from g2c_rl.live import LiveView', '') + 'trainer.train(2)\nimport sys; assert "IPython" not in sys.modules and "g2c_rl.live" not in sys.modules'
+    done = subprocess.run([sys.executable, '-c', code], env=ENV, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, '', '')
+
 def test_outside_of_jupyter():
     "Lines of text, the last step among them, and IPython is never loaded"
     code = SET_UP + 'trainer.train(3, callback=LiveView())\nimport sys; assert "IPython" not in sys.modules'

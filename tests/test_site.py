@@ -180,6 +180,16 @@ def test_files_for_machines(site, repo):
     size = (repo/'_docs'/'card.png').read_bytes()[16:24]
     assert size == (1200).to_bytes(4, 'big') + (630).to_bytes(4, 'big')
 
+def test_a_wrong_address_leads_on(visitor, site, repo):
+    del visitor.errors[:], visitor.outside[:]
+    page = visitor.open('404.html', width=390)
+    links = page.evaluate("[...document.querySelectorAll('a')].map(a => a.getAttribute('href'))")
+    assert len(links) > 8 and not visitor.errors and not visitor.outside
+    for link in links: assert link.startswith('/g2c_rl/') and (repo/'_docs'/link.removeprefix('/g2c_rl/')).is_file(), link
+    for scheme in ('dark', 'light'):
+        page.emulate_media(color_scheme=scheme)
+        assert not findings(page)
+
 AXE = Path(find_spec('axe_playwright_python').submodule_search_locations[0])/'axe.min.js'
 
 def findings(page, only=''):

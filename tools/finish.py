@@ -106,11 +106,15 @@ def meta_tags(page, cfg):
             ('name', 'twitter:description', page.description), ('name', 'twitter:image', site_address(cfg) + 'card.png')]
     return ''.join(f'<meta {kind}="{key}" content="{html.escape(value)}">\n' for kind,key,value in tags)
 
+ICON = ('<link rel="icon" href="data:image/svg+xml,%3Csvg xmlns=%27http://www.w3.org/2000/svg%27 viewBox=%270 0 16 16%27%3E'
+        '%3Crect width=%2716%27 height=%2716%27 rx=%273%27 fill=%27%2314303f%27/%3E'
+        '%3Cpath d=%27M3 12l4-5 3 2 3-6%27 fill=%27none%27 stroke=%27%23ffb066%27 stroke-width=%272%27/%3E%3C/svg%3E">\n')
+
 def finish_page(s, page, cfg):
     "The HTML of a page with what both builders lack"
     up = '../' * page.href.count('/')
     facts = f'about {page.minutes} minute{"s" * (page.minutes > 1)}'
-    s = s.replace('</head>', f'{meta_tags(page, cfg)}<script src="{up}site.js" defer></script>\n</head>', 1)
+    s = s.replace('</head>', f'{meta_tags(page, cfg)}{ICON}<script src="{up}site.js" defer></script>\n</head>', 1)
     s = re.sub(r'<body[^>]*>', lambda m: m[0] + '<a class="skip-link" href="#quarto-document-content">Skip to the text</a>', s, count=1)
     s = re.sub(r'<main (?![^>]*tabindex)', '<main tabindex="-1" ', s, count=1)
     s = re.sub(r'(id="title-block-header".*?)(</header>)', rf'\1<p class="page-facts">{html.escape(facts)}</p>\2', s, count=1, flags=re.S)
@@ -127,6 +131,37 @@ def sitemap(pages, cfg):
     "Every page's address"
     urls = ''.join(f'  <url><loc>{html.escape(site_address(cfg) + p.href)}</loc></url>\n' for p in pages)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n<urlset xmlns="http://www.sitemaps.org/schemas/sitemap/0.9">\n{urls}</urlset>\n'
+
+NOT_FOUND = '''<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="robots" content="noindex">
+{icon}<title>No such page – {title}</title>
+<style>
+:root {{ color-scheme: light dark }}
+body {{ font: 1.1rem/1.6 system-ui, sans-serif; max-width: 34rem; margin: 15vh auto; padding: 0 1.25rem; color: #20262b; background: #fff }}
+a {{ color: #0b5a86 }}
+@media (prefers-color-scheme: dark) {{ body {{ color: #e2e6e9; background: #171b1e }} a {{ color: #7cc4ec }} }}
+</style>
+</head>
+<body>
+<main>
+<h1>No such page</h1>
+<p>There is nothing at this address of <a href="{root}index.html">{title}</a>. It may have been another chapter's name. From here:</p>
+<ul>{links}</ul>
+</main>
+</body>
+</html>
+'''
+
+def not_found(pages, cfg):
+    "The page for addresses that lead nowhere. It is shown at any of them, so its links start at the root of the host"
+    root, seen = cfg.doc_baseurl.rstrip('/') + '/', set()
+    begins = [p for p in pages if not p.part or not (p.part in seen or seen.add(p.part))]     # the first pages, and each part's first
+    links = ''.join(f'<li><a href="{root}{p.href}">{html.escape(p.part or p.title)}</a></li>\n' for p in begins)
+    return NOT_FOUND.format(title=html.escape(cfg.title), icon=ICON, root=root, links=links)
 
 def social_card(path, cfg, figure):
     "Draw the picture that links to the site are shown with: title, claim, result"
@@ -150,5 +185,6 @@ def finish(site, pages, cfg):
     (site/'llms.txt').write_text(llms_txt(pages, cfg), encoding='utf-8')
     (site/'sitemap.xml').write_text(sitemap(pages, cfg), encoding='utf-8')
     (site/'robots.txt').write_text(f'User-agent: *\nAllow: /\nSitemap: {site_address(cfg)}sitemap.xml\n', encoding='utf-8')
+    (site/'404.html').write_text(not_found(pages, cfg), encoding='utf-8')
     (site/'.nojekyll').write_text('')
     social_card(site/'card.png', cfg, cfg.nbs_path/'images'/'readme-fig-result.png')

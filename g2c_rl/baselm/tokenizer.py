@@ -74,7 +74,7 @@ class Tokenizer:
 
     def __len__(self): return len(self.tokens)
 
-# %% ../../nbs/baselm/00_tokenizer.ipynb #f11a4bb1
+# %% ../../nbs/baselm/00_tokenizer.ipynb #18b96678
 @patch
 def _encode_piece(self:Tokenizer, piece):
     symbols = _to_bytes(piece)
@@ -90,6 +90,9 @@ def encode(self:Tokenizer,
     bos:bool=True,   # Put `bos_id` in front, as the start of a prompt wants it?
 )->list[int]:        # Token ids
     "Text to token ids."
+    if not isinstance(text, str):
+        raise ValueError(f'BaseLM takes a text and knows no chat, got {text!r:.200}; '
+                         'give the prompt as a string, or choose a model that was trained to chat, such as smollm2-135m')
     ids = [self.bos_id] if bos else []
     for piece in split_pieces(text):
         if piece not in self._seen: self._seen[piece] = self._encode_piece(piece)
