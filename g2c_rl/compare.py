@@ -6,11 +6,11 @@
 __all__ = ['metrics', 'glossary', 'RunRecord', 'read_runs', 'group_runs', 'mean_interval', 'gain_table', 'exam_pairs',
            'plot_runs', 'plot_pairs', 'compare_runs']
 
-# %% ../nbs/31_compare.ipynb #2439d826
+# %% ../nbs/31_compare.ipynb #7d659d2f
 import json
 import matplotlib.pyplot as plt
 from dataclasses import dataclass
-from math import nan
+from math import isnan, nan
 from pathlib import Path
 from statistics import fmean, stdev
 from .plotting import plot_band
@@ -26,7 +26,7 @@ def glossary()->str:
     "Every metric of a run's step as a Markdown table"
     return metric_table(metrics)
 
-# %% ../nbs/31_compare.ipynb #fe706607
+# %% ../nbs/31_compare.ipynb #9274957b
 @dataclass
 class RunRecord:
     "One run, wherever it was kept"
@@ -41,7 +41,9 @@ def _numbers(values): return [nan if v is None else v for v in values]
 
 def _from_folder(folder):
     about = json.loads((folder/'config.json').read_text(encoding='utf-8'))['config']
-    steps = [json.loads(line) for line in (folder/'metrics.jsonl').read_text(encoding='utf-8').splitlines()]
+    try: lines = (folder/'metrics.jsonl').read_bytes().split(b'\n')[:-1]              # a kill may have left half a line
+    except FileNotFoundError: lines = []
+    steps = [json.loads(line) for line in lines]
     try: exams = json.loads((folder/'evaluation.json').read_text(encoding='utf-8'))
     except FileNotFoundError: exams = {}
     rates = tuple(exams[when]['pass_rate'] if when in exams else nan for when in ('before', 'after'))
@@ -55,21 +57,27 @@ def _from_history(path):
     rates = tuple(r[when]['rates']['reward'] for when in ('before', 'after'))
     return RunRecord(str(path), r['config'], r['seed'], curves, rates, r['before']['n'])
 
-# %% ../nbs/31_compare.ipynb #73d629ad
+def _kept_in(path):
+    "How to read each run in a place, and where it is"
+    if (path/'config.json').exists(): return [(_from_folder, path)]
+    if not path.is_dir(): return [(_from_history, path)]
+    return ([(_from_folder, p.parent) for p in sorted(path.glob('*/config.json'))] +
+            [(_from_history, p) for p in sorted(path.glob('*.json'))])
+
+# %% ../nbs/31_compare.ipynb #93c3c5ff
 def read_runs(
-    *paths,              # Run folders, histories, or folders full of histories
+    *paths,              # Run folders, histories, or folders full of either
 )->list[RunRecord]:
-    "Read runs from wherever they were kept"
-    runs = []
+    "Read runs from wherever they were kept, each of them once"
+    runs = {}
     for path in map(Path, paths):
-        try:
-            if (path/'config.json').exists(): runs.append(_from_folder(path)); continue
-            files = sorted(path.glob('*.json')) if path.is_dir() else [path]
-            runs += map(_from_history, files)
-        except FileNotFoundError: files = []
+        try: found = {p.resolve(): read(p) for read,p in _kept_in(path)}
+        except FileNotFoundError: found = {}
         except (ValueError, KeyError, TypeError) as e: raise ValueError(f'{path} holds no readable run: {type(e).__name__}: {e}') from e
-        if not files: raise FileNotFoundError(f'{path} holds no run; give a run folder, a history (NAME/ARM-SEED.json) or a folder of them')
-    return runs
+        if not found:
+            raise FileNotFoundError(f'{path} holds no run; give run folders, histories (NAME/ARM-SEED.json) or a folder of either')
+        runs = found | runs
+    return [*runs.values()]
 
 # %% ../nbs/31_compare.ipynb #1efd89b0
 def group_runs(
@@ -101,17 +109,20 @@ def mean_interval(
     if n < 2: return fmean(values), nan
     return fmean(values), _T975[min(n - 1, len(_T975)) - 1] * stdev(values) / n**.5
 
-# %% ../nbs/31_compare.ipynb #6df3be14
+# %% ../nbs/31_compare.ipynb #d4119e94
 def gain_table(
     pairs:dict,            # By name: values before and values after, one for each seed
-    first:str = 'runs',    # Title of the first column
+    title:str = 'runs',    # Of the first column
 )->str:                    # Markdown
     "One line for each group of runs: before and after, and the paired gain with its interval"
-    rows = [f'| {first} | seeds | before | after | spread of after | gain, 95 % interval |', '|---|---|---|---|---|---|']
+    rows = [f'| {title} | seeds | before | after | spread of after | gain, 95 % interval |', '|---|---|---|---|---|---|']
     for label,(before, after) in pairs.items():
-        gain, half = mean_interval([b - a for a,b in zip(before, after)])
-        spread, interval = (f'{stdev(after):.3f}', f' ± {half:.3f}') if len(after) > 1 else ('–', '')
-        rows.append(f'| {label} | {len(after)} | {fmean(before):.3f} | {fmean(after):.3f} | {spread} | {gain:+.3f}{interval} |')
+        both = [(a, b) for a,b in zip(before, after) if not isnan(a + b)]              # an unfinished run has held no exam after
+        seeds = f'{len(both)}' if len(both) == len(after) else f'{len(both)} finished of {len(after)}'
+        if not both: rows.append(f'| {label} | {seeds} | – | – | – | – |'); continue
+        (gain, half), (first, last) = mean_interval([b - a for a,b in both]), zip(*both)
+        spread, interval = (f'{stdev(last):.3f}', f' ± {half:.3f}') if len(both) > 1 else ('–', '')
+        rows.append(f'| {label} | {seeds} | {fmean(first):.3f} | {fmean(last):.3f} | {spread} | {gain:+.3f}{interval} |')
     return '\n'.join(rows)
 
 def exam_pairs(
@@ -154,16 +165,22 @@ def plot_pairs(
     ax.set_xticks(range(len(pairs)), pairs); ax.legend(frameon=False, fontsize='small')
     return ax
 
-# %% ../nbs/31_compare.ipynb #9a6f8545
+# %% ../nbs/31_compare.ipynb #6f856129
+_EXAM = 'task', 'verifier', 'max_new_tokens', 'exam_size'   # Settings that decide what an exam result means
+
 def compare_runs(
-    *paths,             # Run folders, histories, or folders full of histories
+    *paths,             # Run folders, histories, or folders full of either
     out = None,         # Where the figure goes, such as compare.png (default: no figure)
-)->str:                 # The table
+)->str:                 # The table, with a note where its lines are not about the same exam
     "Tabulate and draw several runs"
     groups = group_runs(read_runs(*paths))
     if out:
         axes = plot_runs(groups)
         try: axes[0, 0].figure.savefig(out, dpi=150)
-        except (OSError, ValueError) as e: raise OSError(f'the figure could not be written to {out}: {e}') from e
+        except (OSError, ValueError) as e:
+            raise OSError(f'the figure could not be written to {out}: {getattr(e, "strerror", None) or e}') from e
         finally: plt.close(axes[0, 0].figure)
-    return gain_table(exam_pairs(groups))
+    settings = [runs[0].settings for runs in groups.values()]
+    differing = [name for name in _EXAM if len({json.dumps(s.get(name)) for s in settings}) > 1]
+    note = f'\n\nThe groups differ in {", ".join(differing)}: their exams are not the same, and only gains within a line mean something.'
+    return gain_table(exam_pairs(groups)) + (note if differing else '')

@@ -41,7 +41,10 @@ class GroupSample:
     @property
     def logp(self): return self.token_logp.sum(-1)  # (K,) log-prob of each completion
 
-    def rows(self, index):                          # some of the completions, by their numbers or a mask
+    def rows(self,
+        index,   # Numbers of some of the completions, or a mask (K,)
+    )->'GroupSample':
+        "The same group with some of its completions only"
         texts = [self.completions[i] for i in torch.arange(len(self.ids), device=self.ids.device)[index].tolist()]
         return GroupSample(self.ids[index], self.prompt_len, self.lengths[index], self.finished[index], self.token_logp[index], texts)
 

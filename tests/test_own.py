@@ -295,3 +295,28 @@ def test_the_readme_does_what_it_says(home, said):
     transformers = pytest.importorskip('transformers')
     assert transformers.AutoModelForCausalLM.from_pretrained('merged').config.model_type == 'llama'
 
+
+def test_help_does_not_name_defaults_that_are_not(capsys):
+    for command in ('evaluate', 'audit'):
+        with pytest.raises(SystemExit): cli.main([command, '--help'])
+        assert "(default: 'stop')" not in ' '.join(capsys.readouterr().out.split())
+
+def test_a_prompt_that_does_not_fit_is_found_before_the_first_exam(home, said):
+    rows = [dict(prompt=f'{"many words " * (200 if i == 3 else 1)}{i} + 1?', answer=i + 1) for i in range(60)]
+    Path('long.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    for line in ('check', f'train --steps 2 {SMALL}'):
+        status, text = said(f'{line} --data long.jsonl --verifier last_number')
+        assert status == 2 and 'do not fit the context of 256' in text and "It is 'many words" in text, text
+    assert not Path('runs').exists()
+
+def test_a_run_that_was_stopped_says_how_it_goes_on(home, said):
+    Path('slow.py').write_text('''
+import os, signal
+def score(task, completion, calls=[]):
+    calls.append(1)
+    if len(calls) == 60: os.kill(os.getpid(), signal.SIGINT)
+    return float(str(task.answer) in completion)
+''')
+    status, text = said(f'train --data my.jsonl --verifier slow.py:score --steps 3 {SMALL}')
+    assert status == 130 and 'go on: g2c-rl train --resume runs/my' in text, text
+    assert said('train --resume runs/my')[0] == 0 and len(metrics('runs/my')) == 3
