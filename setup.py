@@ -11,6 +11,7 @@ lib = cfg['lib_name']
 trackers = cfg['trackers'].split()
 extras = {name: cfg[f'{name}_requirements'].split() for name in ('hf', 'smollm2', 'verifiers')}
 docs = [*cfg['dev_requirements'].split(), *sum(extras.values(), [])]          # what notebooks import, but no tracker: they are large
+work = dict(docs=docs, dev=docs + trackers, bench=docs + cfg['bench_requirements'].split())
 
 setup(
     name=lib.replace('_', '-'), version=cfg['version'], description=cfg['description'], keywords=cfg['keywords'],
@@ -19,7 +20,7 @@ setup(
     packages=find_packages(include=[lib, f'{lib}.*']), package_data={lib: ['assets/**']}, include_package_data=False,
     python_requires='>='+cfg['min_python'],
     install_requires=cfg['requirements'].split(),
-    extras_require=extras | {name: [name] for name in trackers} | {'docs': docs, 'dev': docs + trackers, 'bench': docs + cfg['bench_requirements'].split()},
+    extras_require=extras | {name: [name] for name in trackers} | work,
     entry_points={'console_scripts': cfg['console_scripts'].split(), 'nbdev': [f'{lib}={lib}._modidx:d']},
     zip_safe=False,
 )

@@ -32,7 +32,7 @@ def _add_settings(parser, *names, default=None):
         else: parser.add_argument(*flags, type=field.type, default=SUPPRESS, metavar=field.type.__name__.upper(),
                                   help=f'{help} (default: {default or repr(field.default)})')
 
-# %% ../nbs/34_cli.ipynb #e6cb45da
+# %% ../nbs/34_cli.ipynb #88b5db39
 _LIMITS = 'on_error', 'verifier_seconds', 'verifier_memory_mb'
 _JUDGE = 'a ready-made verifier\'s name, or FILE.py:FUNCTION'
 
@@ -50,7 +50,8 @@ def _add_training(commands):
     train.add_argument('--allow-changes', action='store_true', help='with --resume: accept settings that differ from the run\'s own')
     check = commands.add_parser('check', help='sample a task before training on it: is there anything to learn from?')
     _add_task(check)
-    _add_settings(check, 'model', 'adapter', 'verifier', 'max_new_tokens', 'k', 'groups_per_step', 'rank', 'seed', 'device', 'dtype', *_LIMITS)
+    _add_settings(check, 'model', 'adapter', 'verifier', 'max_new_tokens', 'k', 'groups_per_step',
+                  'rank', 'seed', 'device', 'dtype', *_LIMITS)
     check.add_argument('--n', type=int, default=32, help='questions (default: 32)', metavar='INT')
     experiment = commands.add_parser('experiment', help='make the missing histories of an experiment of the book')
     experiment.add_argument('name', help='an experiment\'s name, or all of the bundled model', metavar='NAME')

@@ -2,7 +2,6 @@
 import json
 import subprocess
 import sys
-from random import Random
 
 import pytest
 import torch

@@ -151,15 +151,15 @@ def trl(side, c):
 
     with tempfile.TemporaryDirectory() as out:
         config = GRPOConfig(
-            output_dir=out, use_cpu=True, bf16=c.dtype == 'bfloat16', fp16=False, num_generations=c.k, per_device_train_batch_size=c.k*c.groups,
-            gradient_accumulation_steps=1, max_completion_length=c.new, temperature=1., top_p=1., top_k=0, beta=.02, loss_type='grpo',
+            output_dir=out, use_cpu=True, bf16=c.dtype == 'bfloat16', fp16=False, num_generations=c.k,
+            per_device_train_batch_size=c.k*c.groups, gradient_accumulation_steps=1, max_completion_length=c.new, temperature=1., top_p=1., top_k=0, beta=.02, loss_type='grpo',
             scale_rewards='group', num_iterations=1, learning_rate=5e-4, lr_scheduler_type='constant', weight_decay=0., max_grad_norm=1.,
             gradient_checkpointing=False, max_steps=10**6, logging_steps=10**6, save_strategy='no', report_to=[], seed=0, disable_tqdm=True,
             use_vllm=False, dataloader_num_workers=0, dataloader_pin_memory=False)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, c.dtype))
         Trainer(model=model, reward_funcs=reward, args=config, processing_class=AutoTokenizer.from_pretrained(folder), callbacks=[Turns()],
                 train_dataset=Dataset.from_list([dict(prompt=prompt(rng, c)) for _ in range(4000)]),
-                peft_config=LoraConfig(r=8, lora_alpha=16, target_modules=['q_proj', 'v_proj'], lora_dropout=0., task_type='CAUSAL_LM')).train()
+                peft_config=LoraConfig(r=8, lora_alpha=16, target_modules=['q_proj', 'v_proj'], task_type='CAUSAL_LM')).train()
 
 
 def matmul(side, c):
@@ -188,14 +188,13 @@ class Worker:
     def __init__(self, **settings):
         self.settings = DEFAULTS | settings
         env = os.environ | dict(OMP_NUM_THREADS=str(self.settings['threads']))
-        self.errors = open(os.devnull, 'w')
         self.process = subprocess.Popen([sys.executable, __file__, '--work', json.dumps(self.settings)], env=env, text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if os.environ.get('BENCH_ERRORS') else self.errors)
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         self.ready, self.steps = self._read(), []
 
     def _read(self):
         line = self.process.stdout.readline()
-        if not line: raise RuntimeError(f'{self.settings} ended early; BENCH_ERRORS=1 shows why')
+        if not line: raise RuntimeError(f"a side ended early; to see why: tools/bench.py --work '{json.dumps(self.settings)}'")
         return json.loads(line)
 
     def step(self, keep=True):
@@ -209,7 +208,6 @@ class Worker:
         self.process.stdin.close()
         self.process.wait()
         self.process.stdout.close()
-        self.errors.close()
 
     def record(self):
         return dict(settings=self.settings, ready=self.ready, steps=self.steps)
@@ -241,13 +239,22 @@ def lone(rounds=2, **settings):
     return record
 
 
+def machine():
+    "What the numbers depend on"
+    import torch
+    about = Path('/proc/cpuinfo')
+    lines = about.read_text(encoding='utf-8').splitlines() if about.exists() else []
+    cpu = next((line.split(':')[1].strip() for line in lines if line.startswith('model name')), platform.processor())
+    return dict(cpu=f'{cpu}, {torch.backends.cpu.get_cpu_capability()}', cores=os.cpu_count(), system=platform.system(), torch=torch.__version__)
+
+
 def say(title, records):
     print(title)
     for r in records:
         s, walls = r['settings'], [x['wall'] for x in r['steps']]
         peak = max(x['peak'] for x in r['steps'])
-        print(f'  {s["who"]:8}{s["threads"]} thread{"s" if s["threads"] > 1 else " "} {median(walls):8.2f} s a step ({min(walls):.2f} to {max(walls):.2f})'
-              f'{peak/1e9:7.2f} GB', flush=True)
+        print(f'  {s["who"]:8}{s["threads"]} thread{"s" if s["threads"] > 1 else " "} {median(walls):8.2f} s a step '
+              f'({min(walls):.2f} to {max(walls):.2f}){peak/1e9:7.2f} GB', flush=True)
 
 
 VERSUS = {
@@ -283,10 +290,7 @@ def main():
         if args.only and name not in args.only: continue
         say(name, records := measure())
         if args.quick: continue
-        import torch
-        found[name] = records
-        cpu = next((x.split(':')[1].strip() for x in open('/proc/cpuinfo') if x.startswith('model name')), '') if Path('/proc/cpuinfo').exists() else ''
-        found['machine'] = dict(cpu=cpu or platform.processor(), cores=os.cpu_count(), system=platform.system(), torch=torch.__version__)
+        found |= {name: records, 'machine': machine()}
         OUT.write_text(json.dumps(found, indent=1) + '\n', encoding='utf-8')
 
 
