@@ -152,7 +152,8 @@ def trl(side, c):
     with tempfile.TemporaryDirectory() as out:
         config = GRPOConfig(
             output_dir=out, use_cpu=True, bf16=c.dtype == 'bfloat16', fp16=False, num_generations=c.k,
-            per_device_train_batch_size=c.k*c.groups, gradient_accumulation_steps=1, max_completion_length=c.new, temperature=1., top_p=1., top_k=0, beta=.02, loss_type='grpo',
+            per_device_train_batch_size=c.k*c.groups, gradient_accumulation_steps=1, max_completion_length=c.new, temperature=1.,
+            top_p=1., top_k=0, beta=.02, loss_type='grpo',
             scale_rewards='group', num_iterations=1, learning_rate=5e-4, lr_scheduler_type='constant', weight_decay=0., max_grad_norm=1.,
             gradient_checkpointing=False, max_steps=10**6, logging_steps=10**6, save_strategy='no', report_to=[], seed=0, disable_tqdm=True,
             use_vllm=False, dataloader_num_workers=0, dataloader_pin_memory=False)
@@ -245,7 +246,8 @@ def machine():
     about = Path('/proc/cpuinfo')
     lines = about.read_text(encoding='utf-8').splitlines() if about.exists() else []
     cpu = next((line.split(':')[1].strip() for line in lines if line.startswith('model name')), platform.processor())
-    return dict(cpu=f'{cpu}, {torch.backends.cpu.get_cpu_capability()}', cores=os.cpu_count(), system=platform.system(), torch=torch.__version__)
+    cpu = f'{cpu}, {torch.backends.cpu.get_cpu_capability()}'
+    return dict(cpu=cpu, cores=os.cpu_count(), system=platform.system(), torch=torch.__version__)
 
 
 def say(title, records):
