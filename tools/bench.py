@@ -75,7 +75,11 @@ def own(side, c):
     chapter.sample_groups = side.timed('generation', chapter.sample_groups)
     torch.Tensor.backward = side.timed('backward', torch.Tensor.backward)
     t.optimizer.step = side.timed('optimizer', t.optimizer.step)
-    side.say(prompt_tokens=len(tokenizer.encode(prompt(Random(0), c))))
+    with torch.no_grad():                                       # how far sampler and scorer lie apart, token by token
+        groups = chapter.sample_groups(model, tokenizer, [prompt(Random(0), c)], 8, 8, torch.Generator().manual_seed(0))
+        scored = chapter.group_log_probs(model, groups, per_token=True)
+    gap = (scored[0] - groups[0].token_logp).abs()[groups[0].mask].mean().item()
+    side.say(prompt_tokens=groups[0].prompt_len, gap=gap)
     while True:
         side.wait()
         side.done(t.train_step()['tokens'])
@@ -265,10 +269,10 @@ VERSUS = {
     'trl_long':     dict(prompt=16, new=64),
 }
 GROWTH = dict(
-    k=[dict(k=k) for k in (2, 4, 8, 16, 32)],
+    k=[dict(k=k) for k in (2, 4, 8, 16)],
     prompt=[dict(prompt=p) for p in (16, 60, 103, 189)],
-    new=[dict(new=n) for n in (8, 16, 32, 64)],
-    groups=[dict(groups=g) for g in (1, 2, 4, 8)],
+    new=[dict(new=n) for n in (8, 16, 32)],
+    groups=[dict(groups=g) for g in (1, 2, 4)],
     model=[dict(model=m, groups=8, prompt=30) for m in ('baselm', 'smollm2-135m')],
     memory=[dict(k=64, new=256, groups=1)],
 )
