@@ -283,9 +283,10 @@ def main():
     p.add_argument('--work', type=json.loads, help=argparse.SUPPRESS)
     p.add_argument('--quick', action='store_true', help='the bundled model and one round, to see that everything works; nothing is saved')
     p.add_argument('--only', nargs='+', metavar='PART', help='parts to measure anew; the others stay as they were')
+    p.add_argument('--threads', nargs='+', type=int, metavar='N', help='thread counts to choose from (default: 1 and 2)')
     args = p.parse_args()
     if args.work: return work(args.work)
-    rounds, threads = (1, [1]) if args.quick else (5, sorted({1, min(2, os.cpu_count() or 1)}))
+    rounds, threads = (1, [1]) if args.quick else (5, args.threads or sorted({1, min(2, os.cpu_count() or 1)}))
     parts = {'naive': lambda: compare([dict(who=w, model='baselm', groups=8) for w in ('own', 'naive')], rounds, threads)}
     if not args.quick:
         parts |= {name: lambda s=s: compare([s | dict(who='own'), s | dict(who='trl')], rounds, threads) for name,s in VERSUS.items()}
