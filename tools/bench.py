@@ -219,11 +219,12 @@ class Worker:
 
 
 def compare(sides, rounds, threads):
-    "Each side at each thread count takes a step to warm up and one to choose by; the better count of each side goes on, in rounds"
+    "Each side takes a step to warm up, and where there is a choice of threads one to choose by; then they go on in rounds"
     best = []
     for settings in sides:
         tried = [Worker(**settings, threads=n) for n in threads]
-        walls = [(w.step(keep=False), w.step(keep=False)['wall'])[1] for w in tried]
+        walls = [w.step(keep=False)['wall'] for w in tried]
+        if len(tried) > 1: walls = [w.step(keep=False)['wall'] for w in tried]
         for w,wall in zip(tried, walls):
             if wall > min(walls): w.close()
         best.append((tried[walls.index(min(walls))], dict(zip(map(str, threads), walls))))
@@ -234,11 +235,11 @@ def compare(sides, rounds, threads):
     return records
 
 
-def lone(rounds=2, **settings):
+def lone(warm=True, **settings):
     "One side by itself, on one thread"
     w = Worker(**settings)
-    w.step(keep=False)
-    for _ in range(rounds): w.step()
+    if warm: w.step(keep=False)
+    w.step()
     record = w.record()
     w.close()
     return record
@@ -291,12 +292,12 @@ def main():
     if not args.quick:
         parts |= {name: lambda s=s: compare([s | dict(who='own'), s | dict(who='trl')], rounds, threads) for name,s in VERSUS.items()}
         parts |= {'matmul': lambda: compare([dict(who='own'), dict(who='matmul')], rounds, threads)}
-        parts |= {f'growth_{name}': lambda s=s: [lone(1 if name == 'memory' else 2, **x) for x in s] for name,s in GROWTH.items()}
-    found = json.loads(OUT.read_text(encoding='utf-8')) if OUT.exists() else {}
+        parts |= {f'growth_{name}': lambda s=s: [lone(name != 'memory', **x) for x in s] for name,s in GROWTH.items()}
     for name,measure in parts.items():
         if args.only and name not in args.only: continue
         say(name, records := measure())
         if args.quick: continue
+        found = json.loads(OUT.read_text(encoding='utf-8')) if OUT.exists() else {}
         found |= {name: records, 'machine': machine()}
         OUT.write_text(json.dumps(found, indent=1) + '\n', encoding='utf-8')
 
