@@ -186,6 +186,9 @@ def test_other_commands_have_limits_too(home, said):
         assert status == 2 and 'within the limit of 0.1 s' in text, text
     status, text = said('evaluate run --verifier my.py:stuck --exam-size 2 --verifier-seconds .1 --on-error skip')
     assert status == 2 and 'none of the 2 answers of the exam could be judged' in text and '--on-error skip' not in text, text
+    assert said(f'train --data my.jsonl --verifier last_number --steps 1 --on-error skip {SMALL} --out skips')[0] == 0
+    status, text = said('evaluate skips --verifier my.py:stuck --exam-size 2 --verifier-seconds .1')         # the run's own `skip`
+    assert status == 2 and 'none of the 2 answers of the exam could be judged' in text and '--on-error skip' not in text, text
     status, text = said('audit run --verifier my.py:score --on-error skip --verifier-seconds 30')
     assert status == 0 and 'not judged' in text, text
     status, text = said('check --data my.jsonl --verifier my.py:stuck --verifier-seconds .01 --n 2 --k 2')
