@@ -87,6 +87,7 @@ def _read(folder):
     damaged = Counter()
     records = lambda name: _records(folder/f'{name}.jsonl', damaged)
     about, exam = _object(folder/'config.json', damaged), _object(folder/'evaluation.json', damaged)
+    if about and 'config' not in about: raise ValueError(f'{folder} holds no run: its config.json is not that of one; name a run folder')
     metrics, alarms, tokens = list(records('metrics')), list(records('alarms')), list(records('tokens'))
     config, looked_at = about.get('config', {}), _evenly(tokens, 12)
     also = {(t['step'], t['group']) for t in looked_at}

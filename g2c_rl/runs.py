@@ -285,6 +285,8 @@ def _tracked(tracker, folder, config):
 
 def _refuse_old(folder):
     if (folder/'config.json').exists():
+        if 'config' not in (_read_json(folder/'config.json') or {}):
+            raise FileExistsError(f'{folder} holds a config.json that is not that of a run; choose another folder')
         raise FileExistsError(f'{folder} already holds a run; choose another folder, or go on with {going_on(folder)}')
 
 # %% ../nbs/28_runs.ipynb #0ca0e6a8
@@ -387,11 +389,11 @@ def resume_run(
     if recording['checkpoint_every'] < 1: raise ValueError(f'checkpoint_every must be at least 1, got {checkpoint_every}')
     settings, files = _differences(saved, config, about)
     begun = (folder/'evaluation.json').exists()            # or else nothing was made with the old ones
+    with _needed(folder): config.family()
     if (settings or files) and begun and not allow_changes:
         differing = [f'{name} was {old!r} and would be {new!r}' for name,old,new in settings] + files
         raise ValueError(f'{folder} was made with other settings: {"; ".join(differing)}; '
                          f'{setting("allow_changes", True)} goes on with them')
-    with _needed(folder): config.family()
     with _made(config) as (family, trainer, exam), _locked(folder), _explained(folder, trainer):
         before = _before(folder, trainer, exam, {name for name,*_ in settings}, config, about)
         _rewind(folder, trainer, config)
@@ -417,9 +419,10 @@ def read_config(
     if not (folder/'config.json').exists(): raise FileNotFoundError(f'{folder} holds no run: config.json is missing')
     try:
         about = json.loads((folder/'config.json').read_text(encoding='utf-8'))
+        if 'config' not in about: raise ValueError('its config.json is that of something else, such as a model; name a run folder')
         return _located(RunConfig(**about['config']), folder/about.get('home', _relative(Path.cwd(), folder.resolve())))
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise ValueError(f'{folder} holds no readable run: {type(e).__name__}: {e}') from e
+        raise ValueError(f'{folder} holds no readable run: {e if type(e) is ValueError else f"{type(e).__name__}: {e}"}') from e
 
 @contextmanager
 def _needed(folder):
