@@ -75,7 +75,11 @@ def own(side, c):
     chapter.sample_groups = side.timed('generation', chapter.sample_groups)
     torch.Tensor.backward = side.timed('backward', torch.Tensor.backward)
     t.optimizer.step = side.timed('optimizer', t.optimizer.step)
-    side.say(prompt_tokens=len(tokenizer.encode(prompt(Random(0), c))))
+    with torch.no_grad():                                       # how far sampler and scorer lie apart, token by token
+        groups = chapter.sample_groups(model, tokenizer, [prompt(Random(0), c)], 8, 8, torch.Generator().manual_seed(0))
+        scored = chapter.group_log_probs(model, groups, per_token=True)
+    gap = (scored[0] - groups[0].token_logp).abs()[groups[0].mask].mean().item()
+    side.say(prompt_tokens=groups[0].prompt_len, gap=gap)
     while True:
         side.wait()
         side.done(t.train_step()['tokens'])
@@ -265,10 +269,10 @@ VERSUS = {
     'trl_long':     dict(prompt=16, new=64),
 }
 GROWTH = dict(
-    k=[dict(k=k) for k in (2, 4, 8, 16, 32)],
+    k=[dict(k=k) for k in (2, 4, 8, 16)],
     prompt=[dict(prompt=p) for p in (16, 60, 103, 189)],
-    new=[dict(new=n) for n in (8, 16, 32, 64)],
-    groups=[dict(groups=g) for g in (1, 2, 4, 8)],
+    new=[dict(new=n) for n in (8, 16, 32)],
+    groups=[dict(groups=g) for g in (1, 2, 4)],
     model=[dict(model=m, groups=8, prompt=30) for m in ('baselm', 'smollm2-135m')],
     memory=[dict(k=64, new=256, groups=1)],
 )
@@ -279,9 +283,10 @@ def main():
     p.add_argument('--work', type=json.loads, help=argparse.SUPPRESS)
     p.add_argument('--quick', action='store_true', help='the bundled model and one round, to see that everything works; nothing is saved')
     p.add_argument('--only', nargs='+', metavar='PART', help='parts to measure anew; the others stay as they were')
+    p.add_argument('--threads', nargs='+', type=int, metavar='N', help='thread counts to choose from (default: 1 and 2)')
     args = p.parse_args()
     if args.work: return work(args.work)
-    rounds, threads = (1, [1]) if args.quick else (5, sorted({1, min(2, os.cpu_count() or 1)}))
+    rounds, threads = (1, [1]) if args.quick else (5, args.threads or sorted({1, min(2, os.cpu_count() or 1)}))
     parts = {'naive': lambda: compare([dict(who=w, model='baselm', groups=8) for w in ('own', 'naive')], rounds, threads)}
     if not args.quick:
         parts |= {name: lambda s=s: compare([s | dict(who='own'), s | dict(who='trl')], rounds, threads) for name,s in VERSUS.items()}
