@@ -183,7 +183,7 @@ def _series(metrics, groups):
     dead = [(number(m.get('all_fail')) + number(m.get('all_pass')))/groups for m in metrics]
     return dict(degenerate=dead) | {name: [number(m.get(name)) for m in metrics] for name in names}
 
-# %% ../nbs/24_report.ipynb #750efaf3
+# %% ../nbs/24_report.ipynb #3b2013fa
 def _figure(run, name, steps, values):
     "A panel with its title and the value at the slider's step"
     title, unit, fixed = _PANELS.get(name, (name, '', False))
@@ -191,8 +191,8 @@ def _figure(run, name, steps, values):
     ends = f'{_number(seen[0][1])} at step {seen[0][0]}, {_number(seen[-1][1])} at step {seen[-1][0]}' if seen else 'never measured'
     extra = {}
     if name == 'reward_mean':
-        exams = [(at, run['exam'].get(key)) for key,at in (('before', 0), ('after', max(steps)))]
-        extra = dict(chance=run['chance'], exams=[(at, e['pass_rate'], *e['interval']) for at,e in exams if e and e['pass_rate'] is not None])
+        held = [(at, e) for key,at in (('before', 0), ('after', max(steps))) if (e := run['exam'].get(key)) and e['pass_rate'] is not None]
+        extra = dict(chance=run['chance'], exams=[(at, e['pass_rate'], *e['interval']) for at,e in held])
     alarms = sorted({a['step'] for a in run['alarms'] if 0 <= a['step'] <= max(steps)})
     drawing = _panel(steps, values, f'{title}: {ends}; {len(values) - len(seen)} of {len(values)} points not measured', fixed,
                      alarms=_evenly(alarms, 50), **extra)
@@ -553,7 +553,7 @@ if (data.samples.length) samples(data.samples)
 if (data.tokens.length) tokens(data.tokens)
 '''
 
-# %% ../nbs/24_report.ipynb #9696ae5b
+# %% ../nbs/24_report.ipynb #3812bd44
 _PAGE = '''<!doctype html>
 <html lang="en">
 <head>
@@ -584,7 +584,7 @@ _PAGE = '''<!doctype html>
 def _lede(run):
     "The run in one sentence"
     config, exam, steps = run['config'], run['exam'], run['config'].get('steps', '?')
-    rates = [f'{exam[name]["pass_rate"]:.1%} {name}' for name in ('before', 'after') if name in exam and exam[name]['pass_rate'] is not None]
+    rates = [f'{e["pass_rate"]:.1%} {name}' for name in ('before', 'after') if (e := exam.get(name)) and e['pass_rate'] is not None]
     text = f'{config.get("model", "?")}, {run["done"]} of {steps} steps, seed {config.get("seed", "?")}'
     return f'{text}: {", ".join(rates)}' if rates else text
 
