@@ -117,7 +117,7 @@ def audit_summary(
              f'{gap(slice(-5, None)):+.1%}',
              f'parting   step {audit.parted}' if audit.parted else 'parting   none: the gap has not grown beyond its noise for good',
              f'exam      {n} fresh greedy answers: the reward passes {rates[0]:.1%}, the audit {rates[1]:.1%}', '']
-    if audit.unjudged: lines.insert(-1, f'not judged {audit.unjudged:,} samples and answers, on which a verifier failed; they are left out')
+    if audit.unjudged: lines.insert(-1, f'not judged {audit.unjudged:,} now; left out, as is what the run could not judge')
     if audit.liked: lines.append('passed by the reward, rejected by the audit:')
     for text,count,(first,last),example in audit.liked[:patterns]:
         lines.append(f'  {count:6,}  {text!r}  steps {first} to {last}, such as {example!r}')

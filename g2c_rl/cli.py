@@ -204,14 +204,16 @@ def _sentence(error):
     if not isinstance(error, OSError) or not error.strerror: return str(error) or type(error).__name__
     return f'{error.filename}: {error.strerror}' if error.filename else error.strerror
 
-def _way_out(args, cause):
+def _way_out(args, error):
     "What to type after a verifier has failed"
+    from g2c_rl.runs import NothingJudged
     run = args.command == 'train' and (args.resume or args.out)
     again = going_on(run, allow_changes=True) if run and (Path(run)/'config.json').exists() else '(the same command)'
     ways = {'when it is mended': ''}
-    if getattr(args, 'on_error', 'stop') == 'stop': ways['or leave such completions out and count them'] = setting('on_error', 'skip')
-    if isinstance(cause, TimeoutError): ways['or allow it more time'] = setting('verifier_seconds', 'N')
-    if isinstance(cause, MemoryError): ways['or allow it more memory'] = setting('verifier_memory_mb', 'N')
+    skips = getattr(args, 'on_error', 'stop') != 'stop' or isinstance(error, NothingJudged)        # such completions are left out already
+    if not skips: ways['or leave such completions out and count them'] = setting('on_error', 'skip')
+    if isinstance(error.__cause__, TimeoutError): ways['or allow it more time'] = setting('verifier_seconds', 'N')
+    if isinstance(error.__cause__, MemoryError): ways['or allow it more memory'] = setting('verifier_memory_mb', 'N')
     return '\n'.join(f'  {what + ":":46}{again} {flag}'.rstrip() for what,flag in ways.items())
 
 # %% ../nbs/34_cli.ipynb #cd634531
@@ -224,7 +226,7 @@ def main(
     args, unknown = parser.parse_known_args(argv)
     if unknown: parser.exit(2, f'g2c-rl: {args.command} takes no {" ".join(unknown)}; see g2c-rl {args.command} --help\n')
     try: return _deeds[args.command](args) or 0
-    except VerifierError as e: print(f'g2c-rl: {e}\n{_way_out(args, e.__cause__)}', file=sys.stderr)
+    except VerifierError as e: print(f'g2c-rl: {e}\n{_way_out(args, e)}', file=sys.stderr)
     except (ValueError, OSError, ArithmeticError) as e: print(f'g2c-rl: {_sentence(e)}', file=sys.stderr)
     except KeyboardInterrupt: print('\ng2c-rl: stopped', file=sys.stderr); return 130
     return 2

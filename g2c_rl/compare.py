@@ -26,7 +26,7 @@ def glossary()->str:
     "Every metric of a run's step as a Markdown table"
     return metric_table(metrics)
 
-# %% ../nbs/31_compare.ipynb #9274957b
+# %% ../nbs/31_compare.ipynb #7d1848e8
 @dataclass
 class RunRecord:
     "One run, wherever it was kept"
@@ -46,7 +46,7 @@ def _from_folder(folder):
     steps = [json.loads(line) for line in lines]
     try: exams = json.loads((folder/'evaluation.json').read_text(encoding='utf-8'))
     except FileNotFoundError: exams = {}
-    rates = tuple(exams[when]['pass_rate'] if when in exams else nan for when in ('before', 'after'))
+    rates = tuple(_numbers(exams.get(when, {}).get('pass_rate') for when in ('before', 'after')))
     curves = {name: _numbers(s.get(name) for s in steps) for name in (steps[0] if steps else ()) if name != 'step'}
     settings, n = {k: v for k,v in about.items() if k != 'seed'}, exams.get('before', {}).get('n', 0)
     return RunRecord(str(folder), settings, about['seed'], curves, rates, n)

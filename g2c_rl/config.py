@@ -41,6 +41,7 @@ class RunConfig:
     def __post_init__(self):
         for name,low in dict(steps=1, exam_size=1, max_new_tokens=0, verifier_seconds=0, verifier_memory_mb=0).items():
             if not getattr(self, name) >= low: raise ValueError(f'{name} must be at least {low}, got {getattr(self, name)}')
+        if not -2**63 <= self.seed < 2**63: raise ValueError(f'seed must fit in 64 bits, between -2**63 and 2**63 - 1, got {self.seed}')
         if self.dtype not in ('float32', 'bfloat16'): raise ValueError(f'dtype must be float32 or bfloat16, got {self.dtype!r}')
 
     def family(self)->Family:

@@ -181,7 +181,7 @@ def _builder(make, name):
     except (TypeError, ValueError): raise ValueError(f'{name} is {_short(make)}; a builder is a function (rng, held_out) -> Task') from None
     def one(rng, **which):
         try: task = make(rng, **which)
-        except Exception as e:
+        except (Exception, SystemExit) as e:
             raise ValueError(f'{name} raised {type(e).__name__}: {e}; it is called as a builder, (rng, held_out) -> Task') from e
         if isinstance(task, dict) or hasattr(task, 'prompt'): return _task(task, name)
         raise ValueError(f'{name} must return a Task, or a dictionary with `prompt` and `answer`, got {_short(task)}')

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['wilson_interval', 'Evaluation', 'evaluate_policy', 'Probe', 'probe_policy', 'calibration_table']
 
-# %% ../nbs/07_evaluation.ipynb #33f81f3f
+# %% ../nbs/07_evaluation.ipynb #79106a12
 import torch
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isnan
+from math import isnan, nan
 from torch import Tensor
 from .sampling import greedy_completions, sample_groups
 from .tasks import Task, families, held_out_tasks, integers_in, score
@@ -26,7 +26,7 @@ def wilson_interval(
     centre, half = p + z*z/(2*n), z * (p*(1-p)/n + z*z/(4*n*n))**.5
     return max(0., (centre - half) / (1 + z*z/n)), min(1., (centre + half) / (1 + z*z/n))   # rounding may step over the ends
 
-# %% ../nbs/07_evaluation.ipynb #4c96fe3b
+# %% ../nbs/07_evaluation.ipynb #7a0594d7
 @dataclass
 class Evaluation:
     "The outcome of an exam, question by question"
@@ -41,10 +41,11 @@ class Evaluation:
     @property
     def not_judged(self): return sum(isnan(s) for s in self.scores)
     @property
-    def pass_rate(self): return self.passed / self.n
+    def pass_rate(self): return self.passed / self.n if self.not_judged < self.n else nan     # an exam that nobody marked has no result
     @property
     def interval(self): return wilson_interval(self.passed, self.n)
     def __str__(self):
+        if self.not_judged == self.n: return f'not known: none of the {self.n} answers could be judged'
         left = f'; {self.not_judged} not judged, which count as not passed' if self.not_judged else ''
         return f'{self.pass_rate:.1%} of {self.n} (95 % interval {self.interval[0]:.1%} to {self.interval[1]:.1%}{left})'
 

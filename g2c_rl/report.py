@@ -87,6 +87,7 @@ def _read(folder):
     damaged = Counter()
     records = lambda name: _records(folder/f'{name}.jsonl', damaged)
     about, exam = _object(folder/'config.json', damaged), _object(folder/'evaluation.json', damaged)
+    if about and 'config' not in about: raise ValueError(f'{folder} holds no run: its config.json is not that of one; name a run folder')
     metrics, alarms, tokens = list(records('metrics')), list(records('alarms')), list(records('tokens'))
     config, looked_at = about.get('config', {}), _evenly(tokens, 12)
     also = {(t['step'], t['group']) for t in looked_at}
@@ -182,7 +183,7 @@ def _series(metrics, groups):
     dead = [(number(m.get('all_fail')) + number(m.get('all_pass')))/groups for m in metrics]
     return dict(degenerate=dead) | {name: [number(m.get(name)) for m in metrics] for name in names}
 
-# %% ../nbs/24_report.ipynb #45f84816
+# %% ../nbs/24_report.ipynb #3b2013fa
 def _figure(run, name, steps, values):
     "A panel with its title and the value at the slider's step"
     title, unit, fixed = _PANELS.get(name, (name, '', False))
@@ -190,8 +191,8 @@ def _figure(run, name, steps, values):
     ends = f'{_number(seen[0][1])} at step {seen[0][0]}, {_number(seen[-1][1])} at step {seen[-1][0]}' if seen else 'never measured'
     extra = {}
     if name == 'reward_mean':
-        exams = [(at, run['exam'].get(key)) for key,at in (('before', 0), ('after', max(steps)))]
-        extra = dict(chance=run['chance'], exams=[(at, e['pass_rate'], *e['interval']) for at,e in exams if e])
+        held = [(at, e) for key,at in (('before', 0), ('after', max(steps))) if (e := run['exam'].get(key)) and e['pass_rate'] is not None]
+        extra = dict(chance=run['chance'], exams=[(at, e['pass_rate'], *e['interval']) for at,e in held])
     alarms = sorted({a['step'] for a in run['alarms'] if 0 <= a['step'] <= max(steps)})
     drawing = _panel(steps, values, f'{title}: {ends}; {len(values) - len(seen)} of {len(values)} points not measured', fixed,
                      alarms=_evenly(alarms, 50), **extra)
@@ -217,10 +218,12 @@ def _curves(run):
            + draw(n for n in series if n not in _PANELS) + '</details>'
     return html, dict(steps=steps, frame=_FRAME, values=series)
 
-# %% ../nbs/24_report.ipynb #544a0a83
+# %% ../nbs/24_report.ipynb #c494355f
 def _exam_row(name, exam, chance):
     "One line of the exam's chart: a dot at the rate, a bar for its interval, a tick for chance"
     rate, (low, high) = exam['pass_rate'], exam['interval']
+    if rate is None: return f'<div class=row><b>{name}</b><span class=track aria-hidden=true></span><span class=rate>–</span>' \
+                            f'<span class=note>none of {exam["n"]} answers could be judged</span></div>'
     tick = '' if chance is None else f'<i class=tick style="left:{chance:.2%}"></i>'
     bar = f'<i class=bar style="left:{low:.2%};width:{high-low:.2%}"></i><i class=dot style="left:{rate:.2%}"></i>'
     return f'<div class=row><b>{name}</b><span class=track aria-hidden=true>{tick}{bar}</span><span class=rate>{rate:.1%}</span>' \
@@ -550,7 +553,7 @@ if (data.samples.length) samples(data.samples)
 if (data.tokens.length) tokens(data.tokens)
 '''
 
-# %% ../nbs/24_report.ipynb #d1c9efed
+# %% ../nbs/24_report.ipynb #3812bd44
 _PAGE = '''<!doctype html>
 <html lang="en">
 <head>
@@ -581,7 +584,7 @@ _PAGE = '''<!doctype html>
 def _lede(run):
     "The run in one sentence"
     config, exam, steps = run['config'], run['exam'], run['config'].get('steps', '?')
-    rates = [f'{exam[name]["pass_rate"]:.1%} {name}' for name in ('before', 'after') if name in exam]
+    rates = [f'{e["pass_rate"]:.1%} {name}' for name in ('before', 'after') if (e := exam.get(name)) and e['pass_rate'] is not None]
     text = f'{config.get("model", "?")}, {run["done"]} of {steps} steps, seed {config.get("seed", "?")}'
     return f'{text}: {", ".join(rates)}' if rates else text
 

@@ -23,6 +23,8 @@ def score(task, completion):
 
 def stuck(task, completion):
     while True: pass
+
+def leaves(rng): raise SystemExit(0)
 '''
 SMALL = '--groups-per-step 4 --exam-size 20'
 
@@ -100,6 +102,8 @@ def test_an_edited_verifier_is_noticed(home, said):
     ('train --data my.jsonl --verifier last_number --on-error ignore', 'on_error'),
     ('train --data my.jsonl --verifier last_number --verifier-seconds -1', 'verifier_seconds must be at least 0, got -1'),
     ('train --data my.jsonl --verifier last_number --kl-estimator k1', 'kl_estimator must be k2 or k3'),
+    ('train --data my.jsonl --verifier last_number --seed 99999999999999999999', 'seed must fit in 64 bits'),
+    ('train my.py:leaves --verifier last_number', 'my.py:leaves raised SystemExit'),
     ('train --data my.jsonl --verifier last_number --adapter nowhere', 'nowhere holds no adapter'),
     ('audit nowhere --verifier last_number', 'nowhere'), ('compare nowhere', 'nowhere holds no run'), ('merge nowhere --out x', 'holds no run'),
     ('experiment nothing', 'known experiments')])
@@ -107,6 +111,14 @@ def test_bad_input_costs_nothing(home, said, line, words):
     status, text = said(line)
     assert status == 2 and words in text and 'Traceback' not in text, text
     assert not (home/'runs').exists()
+
+@pytest.mark.parametrize('line', ['evaluate model', 'report model', 'train --resume model', 'merge model --out x', 'audit model --verifier last_number',
+                                  f'train --data my.jsonl --verifier last_number --steps 1 {SMALL} --out model'])
+def test_a_folder_of_a_model_is_no_run(home, said, line):
+    (home/'model').mkdir(); (home/'model'/'config.json').write_text('{"architectures": ["LlamaForCausalLM"]}')
+    status, text = said(line)
+    assert status == 2 and 'config.json' in text and ('name a run folder' in text or 'choose another folder' in text), text
+    assert 'KeyError' not in text and [p.name for p in (home/'model').iterdir()] == ['config.json']
 
 def test_going_on_from_an_adapter_makes_it_the_reference(home, said):
     assert said(f'train --data my.jsonl --verifier last_number --steps 3 {SMALL} --out first')[0] == 0
@@ -185,6 +197,9 @@ def test_other_commands_have_limits_too(home, said):
         status, text = said(f'{line} --verifier-seconds .1')
         assert status == 2 and 'within the limit of 0.1 s' in text, text
     status, text = said('evaluate run --verifier my.py:stuck --exam-size 2 --verifier-seconds .1 --on-error skip')
+    assert status == 2 and 'none of the 2 answers of the exam could be judged' in text and '--on-error skip' not in text, text
+    assert said(f'train --data my.jsonl --verifier last_number --steps 1 --on-error skip {SMALL} --out skips')[0] == 0
+    status, text = said('evaluate skips --verifier my.py:stuck --exam-size 2 --verifier-seconds .1')         # the run's own `skip`
     assert status == 2 and 'none of the 2 answers of the exam could be judged' in text and '--on-error skip' not in text, text
     status, text = said('audit run --verifier my.py:score --on-error skip --verifier-seconds 30')
     assert status == 0 and 'not judged' in text, text
