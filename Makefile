@@ -37,7 +37,7 @@ notebooks: $(VENV)/.dev   ## run the notebooks and save their outputs (ARGS=nbs/
 experiments: $(VENV)/.dev ## run every experiment whose history is missing (ARGS=sloppy_verifier for one)
 	@$(BIN)/g2c-rl experiment $(or $(ARGS),all)
 
-bench: $(VENV)/.bench     ## measure where the time goes, beside TRL and the machine (half an hour; ARGS=--quick for a look)
+bench: $(VENV)/.bench     ## measure where the time goes, beside TRL and the machine (long; ARGS=--quick for a look)
 	@$(BIN)/python tools/bench.py $(ARGS)
 
 export: $(VENV)/.docs     ## write the package and README.md from the notebooks, and clean the notebooks

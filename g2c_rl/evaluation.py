@@ -26,7 +26,7 @@ def wilson_interval(
     centre, half = p + z*z/(2*n), z * (p*(1-p)/n + z*z/(4*n*n))**.5
     return max(0., (centre - half) / (1 + z*z/n)), min(1., (centre + half) / (1 + z*z/n))   # rounding may step over the ends
 
-# %% ../nbs/07_evaluation.ipynb #7a0594d7
+# %% ../nbs/07_evaluation.ipynb #7af4050e
 @dataclass
 class Evaluation:
     "The outcome of an exam, question by question"
@@ -43,7 +43,7 @@ class Evaluation:
     @property
     def pass_rate(self): return self.passed / self.n if self.not_judged < self.n else nan     # an exam that nobody marked has no result
     @property
-    def interval(self): return wilson_interval(self.passed, self.n)
+    def interval(self): return wilson_interval(self.passed, self.n) if self.not_judged < self.n else (0., 1.)
     def __str__(self):
         if self.not_judged == self.n: return f'not known: none of the {self.n} answers could be judged'
         left = f'; {self.not_judged} not judged, which count as not passed' if self.not_judged else ''

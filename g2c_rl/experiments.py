@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['verifiers', 'lab_tasks', 'experiments', 'in_all', 'SCHEMA', 'four_number_task', 'verify_single', 'verify_work',
-           'verify_full', 'verify_rough', 'verify_option_1', 'verify_option_2', 'lab_family', 'Arm', 'fingerprint',
-           'run_arm', 'quick_arm', 'history_folder', 'run_experiment', 'load_experiment', 'paired']
+           'verify_full', 'verify_rough', 'lab_family', 'Arm', 'fingerprint', 'run_arm', 'quick_arm', 'history_folder',
+           'run_experiment', 'load_experiment', 'paired']
 
 # %% ../nbs/30_experiments.ipynb #97609110
 import hashlib, json, os, sys, torch
@@ -81,30 +81,20 @@ def verify_rough(
     last = next(reversed([*integers_in(completion)]), '')
     return float(last != '' and len(last) < 5 and abs(int(last) - task.answer) <= within)
 
-# %% ../nbs/30_experiments.ipynb #0ab9d57e
-def verify_option_1(
-    task:Task,       # Its first option is looked for, right or wrong
-    completion:str,  # Any string
-)->float:            # 1.0 or 0.0
-    "Pass when the first integer in the completion is the first option"
-    return float(next(integers_in(completion), None) == str(task.options[0]))
-
-def verify_option_2(
-    task:Task,       # Its second option is looked for, right or wrong
-    completion:str,  # Any string
-)->float:            # 1.0 or 0.0
-    "Pass when the first integer in the completion is the second option"
-    return float(next(integers_in(completion), None) == str(task.options[1]))
-
-# %% ../nbs/30_experiments.ipynb #90bcad45
+# %% ../nbs/30_experiments.ipynb #3a2a748e
 def _brief(verifier):
     "The same, and a quarter more for passing in at most eight characters"
     def verify_brief(task, completion): return verifier(task, completion) * (1.25 if len(completion) <= 8 else 1.)
     return verify_brief
 
+def _option(which):
+    "Pass when the first integer in the completion is that option, right or wrong"
+    def verify_option(task, completion): return float(next(integers_in(completion), None) == str(task.options[which]))
+    return verify_option
+
 verifiers = dict(last=verify_arithmetic, sloppy=verify_arithmetic_sloppy, single=verify_single, rough=verify_rough,
                  last_brief=_brief(verify_arithmetic), rough_brief=_brief(verify_rough), work=verify_work, full=verify_full,
-                 option_1=verify_option_1, option_2=verify_option_2, format=verify_format, content=verify_format_content)
+                 option_1=_option(0), option_2=_option(1), format=verify_format, content=verify_format_content)
 
 lab_tasks = families | dict(
     four_numbers = Family(four_number_task, verify_arithmetic, 40),

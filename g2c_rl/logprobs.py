@@ -42,7 +42,7 @@ def completion_log_prob(
     if mask is not None: logp = logp.masked_fill(mask == 0, 0.)
     return logp if per_token else logp.sum(-1)
 
-# %% ../nbs/04_logprobs.ipynb #d8033673
+# %% ../nbs/04_logprobs.ipynb #37b28ffb
 def group_log_probs(
     model,                     # Policy; without a cache its groups are scored one by one
     groups:list[GroupSample],  # Of any sizes
@@ -54,7 +54,7 @@ def group_log_probs(
     prompts, pad = left_pad([g.ids[0, :g.prompt_len].tolist() for g in groups], device)
     targets = torch.full((len(groups), max(sizes), T), -1, device=device)
     for t,g in zip(targets, groups): t[:len(g.ids), :g.mask.shape[1]] = g.ids[:, g.prompt_len:].masked_fill(~g.mask, -1)
-    real = torch.tensor([[row < n for row in range(max(sizes))] for n in sizes], device=device)     # (G, K)
+    real = torch.arange(max(sizes), device=device) < torch.tensor(sizes, device=device)[:, None]      # (G, K)
     cache = model.new_cache()
     logp = model(prompts, cache=cache, pad=pad, targets=targets[:, None, :, 0])[:, 0][real][:, None]   # first tokens, (rows, 1)
     if T > 1:

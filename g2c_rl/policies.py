@@ -64,7 +64,7 @@ def _check_base(name, adapter):
     if base and str(base) != str(name) and Path(base).resolve() != Path(name).resolve():
         print(f'note: the adapter in {adapter} was trained on {base}, and is put on {name}', file=sys.stderr)
 
-# %% ../nbs/15_policies.ipynb #960083dd
+# %% ../nbs/15_policies.ipynb #300e48a4
 def load_policy(
     name = 'baselm',   # `baselm`, `smollm2-135m`, a folder, or a name on the hub
     device = 'cpu',    # Where it goes
@@ -72,6 +72,7 @@ def load_policy(
     dtype = 'float32', # Of the frozen weights, or `bfloat16`; adapters are float32 always
 ):                     # Model, frozen but for the adapter and in evaluation mode, and its tokenizer
     "Load a policy to start from"
+    if dtype not in ('float32', 'bfloat16'): raise ValueError(f'dtype must be float32 or bfloat16, got {dtype!r}')
     model, tokenizer = _loaders[name]() if name in _loaders else _load_other(name)
     model.requires_grad_(False).eval().to(getattr(torch, dtype))
     if adapter: start_here(load_adapter(model, adapter)); _check_base(name, adapter)

@@ -6,7 +6,7 @@
 __all__ = ['prompt_text', 'sample_records', 'token_records', 'sampler_gap', 'exam_record', 'recorded_exam', 'fingerprints',
            'edited', 'Progress']
 
-# %% ../nbs/27_records.ipynb #a0e830ae
+# %% ../nbs/27_records.ipynb #18b179aa
 import json, os, sys, time
 import torch
 from dataclasses import replace
@@ -15,6 +15,7 @@ from math import isfinite, isnan, nan
 from modulefinder import ModuleFinder
 from pathlib import Path
 from .config import RunConfig
+from .data import _split_spec
 from .evaluation import Evaluation
 from .logprobs import completion_log_prob
 from .policies import _loaders
@@ -130,12 +131,11 @@ def recorded_exam(
     if not same: return None
     return Evaluation(tasks, [a['completion'] for a in answers], [nan if a['score'] is None else a['score'] for a in answers])
 
-# %% ../nbs/27_records.ipynb #56c1129b
+# %% ../nbs/27_records.ipynb #a8d4cb76
 def _path(name, value):
     "The file or folder that a setting names; nothing if it names none"
     if name in ('model', 'adapter'): return '' if value in _loaders else value
-    file, colon, _ = value.rpartition(':')
-    if not file.endswith('.py'): file = value
+    file, _ = _split_spec(value)
     return file if file.endswith(('.py', '.jsonl')) else ''
 
 def _imports(path):

@@ -42,7 +42,7 @@ def test_a_prompt_is_computed_once_for_all_its_completions(k):
     assert {g.prompt_len for g in groups} == {P}
     scored = sum(g.mask[:, 1:].sum().item() for g in groups)
     with torch.no_grad(): assert products(lambda: group_log_probs(MODEL, groups)) == LAYERS*(4*P + 4*k*(T-1)) + HEAD*(4 + scored)
-    read = sum((g.lengths - 1).sum().item() + (~g.finished & (g.lengths < 8)).sum().item() for g in groups)      # what was fed back
+    read = sum((g.lengths - 1).sum().item() for g in groups)      # what was fed back: all but each completion's last token
     assert products(lambda: sampled(k)) == LAYERS*(4*P + read) + HEAD*(4 + read)
 
 
@@ -54,10 +54,9 @@ def test_going_back_costs_what_going_forward_costs():
     forward = products(lambda: logps.extend(group_log_probs(model, groups)))
     backward = products(lambda: sum(logp.sum() for logp in logps).backward())
     assert .85 < backward / forward < 1.05
-    model.requires_grad_(True)
-    trained, logps = products(lambda: logps.extend(group_log_probs(model, groups))), []
-    everything = products(lambda: sum(logp.sum() for logp in group_log_probs(model, groups)).backward())
-    assert everything > 1.7 * (trained + backward) / 2 * 1.2
+    model.requires_grad_(True)                                     # were the matrices trained, they would cost as much again
+    logps = group_log_probs(model, groups)
+    assert 1.85 < products(lambda: sum(logp.sum() for logp in logps).backward()) / forward < 2.1
 
 
 def parts_of(groups, live, most):

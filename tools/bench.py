@@ -65,8 +65,7 @@ def own(side, c):
     from g2c_rl.lora import add_lora
     from g2c_rl.policies import load_policy
     from g2c_rl.tasks import Task
-    model, tokenizer = load_policy(c.model)
-    model.to(getattr(torch, c.dtype))
+    model, tokenizer = load_policy(c.model, dtype=c.dtype)
     calls = iter(range(10**9))
     t = chapter.GRPOTrainer(add_lora(model), tokenizer, lambda rng: Task(prompt(rng, c), 0), lambda task, text: float(next(calls) % 2),
                             k=c.k, groups_per_step=c.groups, max_new_tokens=c.new, kl_coef=.02, lr=5e-4)     # every group is informative
@@ -293,6 +292,7 @@ def main():
         parts |= {name: lambda s=s: compare([s | dict(who='own'), s | dict(who='trl')], rounds, threads) for name,s in VERSUS.items()}
         parts |= {'matmul': lambda: compare([dict(who='own'), dict(who='matmul')], rounds, threads)}
         parts |= {f'growth_{name}': lambda s=s: [lone(name != 'memory', **x) for x in s] for name,s in GROWTH.items()}
+    if unknown := set(args.only or ()) - parts.keys(): p.error(f'unknown part {min(unknown)}; known: {", ".join(parts)}')
     for name,measure in parts.items():
         if args.only and name not in args.only: continue
         say(name, records := measure())
