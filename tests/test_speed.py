@@ -116,6 +116,20 @@ def test_groups_of_other_prompts_do_not_touch_each_other():
             assert together.shape == alone.shape and torch.allclose(together, alone, atol=1e-5)
 
 
+def test_gradients_are_those_of_the_plain_version():
+    "Log-probs without logits have their gradient in closed form; here beside `completion_log_prob`, which has logits"
+    model, groups, found = add_lora(load_baselm()[0]), sampled(4, 6), []
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad: p += .02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(p)))
+    for score in (group_log_probs, lambda m, gs, _: [completion_log_prob(m, g.ids, g.prompt_len, g.mask, per_token=True) for g in gs]):
+        model.zero_grad()
+        terms = torch.cat([t.flatten() for t in score(model, groups, True)])
+        (terms * torch.linspace(-1, 2, len(terms))).sum().backward()
+        found.append([p.grad for p in model.parameters() if p.requires_grad])
+    for x,y in zip(*found): assert y.abs().max() > 0 and (x - y).abs().max() <= 1e-5 * max(1., y.abs().max())
+
+
 def loaded(code):
     "Modules that a fresh interpreter has after some code"
     found = subprocess.run([sys.executable, '-c', f'import json, sys\n{code}\nprint(json.dumps(sorted(sys.modules)))'], text=True,
