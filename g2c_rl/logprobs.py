@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['last_logits', 'completion_log_prob', 'group_log_probs']
 
-# %% ../nbs/04_logprobs.ipynb #96e08eb4
+# %% ../nbs/04_logprobs.ipynb #50fba98f
 import torch
 from torch import Tensor
-from .sampling import GroupSample, left_pad
+from .sampling import GroupSample, prefill
 
 # %% ../nbs/04_logprobs.ipynb #63e0b1d0
 def last_logits(
@@ -42,7 +42,7 @@ def completion_log_prob(
     if mask is not None: logp = logp.masked_fill(mask == 0, 0.)
     return logp if per_token else logp.sum(-1)
 
-# %% ../nbs/04_logprobs.ipynb #37b28ffb
+# %% ../nbs/04_logprobs.ipynb #d6b3e896
 def group_log_probs(
     model,                     # Policy; without a cache its groups are scored one by one
     groups:list[GroupSample],  # Of any sizes
@@ -51,12 +51,12 @@ def group_log_probs(
     "What `completion_log_prob` says of each group, in one pass over all of them"
     if not hasattr(model, 'new_cache'): return [completion_log_prob(model, g.ids, g.prompt_len, g.mask, per_token) for g in groups]
     device, sizes, T = groups[0].ids.device, [len(g.ids) for g in groups], max(g.mask.shape[1] for g in groups)
-    prompts, pad = left_pad([g.ids[0, :g.prompt_len].tolist() for g in groups], device)
+    prompts = [g.ids[0, :g.prompt_len].tolist() for g in groups]
     targets = torch.full((len(groups), max(sizes), T), -1, device=device)
     for t,g in zip(targets, groups): t[:len(g.ids), :g.mask.shape[1]] = g.ids[:, g.prompt_len:].masked_fill(~g.mask, -1)
     real = torch.arange(max(sizes), device=device) < torch.tensor(sizes, device=device)[:, None]      # (G, K)
-    cache = model.new_cache()
-    logp = model(prompts, cache=cache, pad=pad, targets=targets[:, None, :, 0])[:, 0][real][:, None]   # first tokens, (rows, 1)
+    first, cache, pad = prefill(model, prompts, device, targets=targets[:, None, :, 0])
+    logp = first[:, 0][real][:, None]                                                               # first tokens, (rows, 1)
     if T > 1:
         owner, targets = real.nonzero()[:, 0], targets[real]                                        # (rows,), (rows, T)
         rest = model(targets[:, :-1].clamp(min=0), cache=cache.select(owner), pad=pad[owner], targets=targets[:, 1:, None])

@@ -10,17 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from g2c_rl import trainer
-from g2c_rl.baselm.model import load_baselm
+from g2c_rl import sampling, trainer
+from g2c_rl.baselm.model import CausalLM, Config, load_baselm
 from g2c_rl.logprobs import completion_log_prob, group_log_probs
 from g2c_rl.lora import add_lora
-from g2c_rl.sampling import GroupSample, sample_groups
+from g2c_rl.sampling import SHARED, GroupSample, sample_groups
 from g2c_rl.tasks import get_family
 from g2c_rl.trainer import GRPOTrainer
 
 MODEL, TOKENIZER = load_baselm()
 MODEL.requires_grad_(False)
 PROMPTS = [f'What is {a} + 58? Options: {a+58} or 71. Answer with the number:' for a in (21, 22, 25, 29)]     # of equal length
+TINY = CausalLM(Config(vocab=4, dim=8, layers=2, heads=2, kv_heads=1, hidden=8)).double().requires_grad_(False)
 C = MODEL.config
 LAYERS = 2 * C.layers * (C.dim*C.head_dim*(2*C.heads + 2*C.kv_heads) + 3*C.dim*C.hidden)     # operations of a token
 HEAD = 2 * C.dim * C.vocab
@@ -44,6 +45,52 @@ def test_a_prompt_is_computed_once_for_all_its_completions(k):
     with torch.no_grad(): assert products(lambda: group_log_probs(MODEL, groups)) == LAYERS*(4*P + 4*k*(T-1)) + HEAD*(4 + scored)
     read = sum((g.lengths - 1).sum().item() for g in groups)      # what was fed back: all but each completion's last token
     assert products(lambda: sampled(k)) == LAYERS*(4*P + read) + HEAD*(4 + read)
+
+
+def test_a_beginning_in_common_is_computed_once():
+    shots = 'What is 23 + 58? Options: 81 or 71. Answer with the number: 81. '
+    n = len(TOKENIZER.encode(shots))
+    alike = [shots + p for p in PROMPTS]
+    groups = sampled(2, prompts=alike)
+    P, common = groups[0].prompt_len, next(i for i in range(99) if len({g.ids[0, i].item() for g in groups}) > 1)
+    assert {g.prompt_len for g in groups} == {P} and common >= n >= SHARED
+    scored = sum(g.mask[:, 1:].sum().item() for g in groups)
+    T, read = max(g.mask.shape[1] for g in groups), sum((g.lengths - 1).sum().item() for g in groups)
+    prompts = common + 4*(P - common)
+    with torch.no_grad(): assert products(lambda: group_log_probs(MODEL, groups)) == LAYERS*(prompts + 8*(T-1)) + HEAD*(1 + 4 + scored)
+    assert products(lambda: sampled(2, prompts=alike)) == LAYERS*(prompts + read) + HEAD*(1 + 4 + read)
+
+
+@pytest.mark.parametrize('shots', ['', 'What is 23 + 58? Options: 81 or 71. Answer with the number: 81. '])
+def test_a_beginning_in_common_changes_no_value_and_no_gradient(shots):
+    model, found = add_lora(load_baselm()[0]).double(), []
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad: p += .02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(p)))
+    groups = sample_groups(model, TOKENIZER, [shots + p for p in (PROMPTS[0], 'Add 12, 13 and 14', '')][:3 if shots else 2], 3, 6,
+                           torch.Generator().manual_seed(0))
+    for score in (group_log_probs, lambda m, gs, per_token: [completion_log_prob(m, g.ids, g.prompt_len, g.mask, per_token) for g in gs]):
+        model.zero_grad()
+        terms = torch.cat([t.flatten() for t in score(model, groups, per_token=True)])
+        (terms * torch.linspace(-1, 2, len(terms))).sum().backward()
+        found.append([terms.detach(), *(p.grad for p in model.parameters() if p.requires_grad)])
+    for x,y in zip(*found): assert y.abs().max() > 0 and (x - y).abs().max() <= 1e-10 * max(1., y.abs().max())
+
+
+@given(st.lists(st.integers(0, 3), max_size=5), st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=4))
+@settings(max_examples=100, deadline=None)
+def test_prompts_that_begin_alike_in_any_way(beginning, ends):
+    prompts, before = [beginning + end for end in ends], sampling.SHARED
+    sampling.SHARED = 1
+    try:
+        with torch.no_grad(): logits, cache, pad = sampling.prefill(TINY, prompts, last=1)
+    finally: sampling.SHARED = before
+    assert cache.length == max(map(len, prompts)) and pad.tolist() == [cache.length - len(p) for p in prompts]
+    with torch.no_grad():
+        after = TINY(torch.full((len(prompts), 1), 2), cache=cache, pad=pad)
+        for prompt,row,then in zip(prompts, logits, after):
+            assert torch.allclose(row, TINY(torch.tensor([prompt]), last=1)[0], atol=1e-12)
+            assert torch.allclose(then, TINY(torch.tensor([prompt + [2]]), last=1)[0], atol=1e-12)
 
 
 def test_going_back_costs_what_going_forward_costs():

@@ -16,18 +16,20 @@ from random import Random
 from statistics import median
 
 OUT = Path('nbs/explanations/bench.json')
-FEW = 'Choose 37 or 47.\n12 + 25 = 37\nChoose 64 or 74.\n41 + 33 = 74\n'
-DEFAULTS = dict(who='own', model='smollm2-135m', prompt=60, new=8, k=8, groups=4, dtype='float32', threads=1)
+DEFAULTS = dict(who='own', model='smollm2-135m', prompt=60, alike=False, new=8, k=8, groups=4, dtype='float32', threads=1)
 
 
 def prompt(rng, c):
-    "For the bundled model a question it knows, of 27 tokens; else one of 16, behind worked examples up to about as many as asked for"
+    """For the bundled model a question it knows, of 27 tokens; else one of 16, behind worked examples up to about as many as asked for,
+    the same before every question or others"""
     if c.model == 'baselm':
         from g2c_rl.tasks import get_family
         return get_family('arithmetic').make(rng).prompt
-    a, b = rng.randint(10, 39), rng.randint(10, 39)
-    shots = FEW * max(1, round((c.prompt - 17) / 43)) if c.prompt > 30 else ''
-    return f'{shots}Choose {a+b} or {a+b+10}. {a} + {b} ='
+    def two(r): return r.randint(10, 39), r.randint(10, 39)
+    examples, shots = Random(0) if c.alike else rng, 2 * max(1, round((c.prompt - 17) / 43)) if c.prompt > 30 else 0
+    worked = [f'Choose {a+b} or {a+b+10}.\n{a} + {b} = {a+b}\n' for a,b in (two(examples) for _ in range(shots))]
+    a, b = two(rng)
+    return ''.join(worked) + f'Choose {a+b} or {a+b+10}. {a} + {b} ='
 
 
 # ---------- one side of a comparison, in a process of its own
@@ -266,6 +268,7 @@ def say(title, records):
 VERSUS = {
     'trl_float32':  dict(),
     'trl_bfloat16': dict(dtype='bfloat16'),
+    'trl_alike':    dict(alike=True),
     'trl_long':     dict(prompt=16, new=64),
 }
 GROWTH = dict(

@@ -115,7 +115,7 @@ def append(self:Cache,
     self.layers[layer] = held
     return tuple(h[:, :, :new] for h in held)
 
-# %% ../../nbs/baselm/01_model.ipynb #11794b59
+# %% ../../nbs/baselm/01_model.ipynb #c222e614
 @patch
 def _each(self:Cache, f):
     new = Cache(len(self.layers))
@@ -135,6 +135,14 @@ def select(self:Cache,
 )->Cache:         # A new cache with these rows
     "Keep some rows, or repeat some."
     return self._each(lambda t: t.index_select(0, rows))
+
+@patch
+def spread(self:Cache,
+    pad:Tensor,  # Columns of padding at the left of each new row (B,)
+)->Cache:        # A new cache with B rows, as long as this one
+    "Give a single row to B rows, each behind its padding; what is pushed out at the right is to be computed again."
+    index = (torch.arange(self.length, device=pad.device) - pad[:, None]).clamp(min=0)                  # (B, S)
+    return self._each(lambda t: t[0].index_select(1, index.flatten()).unflatten(1, index.shape).transpose(0, 1))
 
 # %% ../../nbs/baselm/01_model.ipynb #9069309b
 class Attention(nn.Module):
