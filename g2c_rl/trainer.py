@@ -105,7 +105,7 @@ def _log_probs(self:GRPOTrainer, policy, batch):
     "Log-probs of completions, (rows,) for each part, or (rows, T) token by token where the leash wants them"
     return group_log_probs(policy, [group for *_,group in batch], per_token=self.kl_per_token)
 
-# %% ../nbs/08_trainer.ipynb #b2d28568
+# %% ../nbs/08_trainer.ipynb #7faff18a
 @patch
 def train_step(self:GRPOTrainer)->dict[str, float]:
     "One rollout step: sample, verify, compare, and update if any group is informative"
@@ -132,12 +132,15 @@ def train_step(self:GRPOTrainer)->dict[str, float]:
                 ref_logps = [self._log_probs(reference, batch) for batch in batches]
             clock.append(perf_counter())
             for batch,refs in zip(batches, ref_logps):
+                terms = []
                 for (i, rows, _),logp,ref in zip(batch, self._log_probs(self.model, batch), refs):
                     share = len(rows) / len(live[i]) / len(live)
-                    losses.append(share * grpo_loss(logp, ref, advantages[i, rows].to(logp), self.kl_coef, self.kl_estimator))
-                    kls.append(share * kl_estimate(*(x.detach().reshape(len(rows), -1).sum(-1) for x in (logp, ref))).mean())
-                sum(losses[-len(batch):]).backward()
-            loss, kl = sum(l.item() for l in losses), sum(k.item() for k in kls)
+                    terms.append(share * grpo_loss(logp, ref, advantages[i, rows].to(logp), self.kl_coef, self.kl_estimator))
+                    kls.append(share * kl_estimate(*(x.detach().reshape(len(rows), -1).sum(-1) for x in (logp, ref))).mean().item())
+                sum(terms).backward()
+                losses += [term.item() for term in terms]
+                del terms, logp                              # with them goes the graph, before the next is made
+            loss, kl = sum(losses), sum(kls)
             grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm, error_if_nonfinite=True).item()
             self.optimizer.step()
     return _metrics(groups, rewards, advantages, loss, kl, grad_norm, clock + [perf_counter()])

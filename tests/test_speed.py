@@ -2,6 +2,7 @@
 import json
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -152,6 +153,24 @@ def test_portions_change_no_gradient(kwargs):
         parts, b = step(most, **kwargs)
         for x,y in zip(whole, parts): assert torch.allclose(x, y, atol=1e-10, rtol=0)
         for name in ('loss', 'kl', 'grad_norm'): assert abs(a[name] - b[name]) < 1e-10, name
+
+
+def test_no_graph_outlives_its_portion(monkeypatch):
+    "Objects of an old graph, scattered over memory, would make each portion need memory of its own"
+    class Held: pass
+    seen, score = [], GRPOTrainer._log_probs
+    def watched(self, policy, batch):
+        if not torch.is_grad_enabled(): return score(self, policy, batch)
+        assert not any(held() for held in seen)
+        logps = score(self, policy, batch)
+        for logp in logps:
+            held = Held()
+            seen.append(weakref.ref(held))
+            logp.register_hook(lambda grad, held=held: None)
+        return logps
+    monkeypatch.setattr(GRPOTrainer, '_log_probs', watched)
+    step(20)
+    assert len(seen) > 4 and not any(held() for held in seen)
 
 
 def test_groups_of_other_prompts_do_not_touch_each_other():

@@ -16,7 +16,8 @@ from random import Random
 from statistics import median
 
 OUT = Path('nbs/explanations/bench.json')
-DEFAULTS = dict(who='own', model='smollm2-135m', prompt=60, alike=False, new=8, k=8, groups=4, dtype='float32', threads=1)
+DEFAULTS = dict(who='own', model='smollm2-135m', prompt=60, alike=False, new=8, k=8, groups=4, dtype='float32', one_library=False,
+                threads=1)
 
 
 def prompt(rng, c):
@@ -64,9 +65,11 @@ def own(side, c):
     "This package"
     import torch
     from g2c_rl import trainer as chapter
+    from g2c_rl.baselm import model as chapter_of_the_model
     from g2c_rl.lora import add_lora
     from g2c_rl.policies import load_policy
     from g2c_rl.tasks import Task
+    if c.one_library: chapter_of_the_model.LARGE = float('inf')
     model, tokenizer = load_policy(c.model, dtype=c.dtype)
     calls = iter(range(10**9))
     t = chapter.GRPOTrainer(add_lora(model), tokenizer, lambda rng: Task(prompt(rng, c), 0), lambda task, text: float(next(calls) % 2),
@@ -293,6 +296,7 @@ def main():
     parts = {'naive': lambda: compare([dict(who=w, model='baselm', groups=8) for w in ('own', 'naive')], rounds, threads)}
     if not args.quick:
         parts |= {name: lambda s=s: compare([s | dict(who='own'), s | dict(who='trl')], rounds, threads) for name,s in VERSUS.items()}
+        parts |= {'libraries': lambda: compare([dict(who='own'), dict(who='own', one_library=True)], rounds, threads)}
         parts |= {'matmul': lambda: compare([dict(who='own'), dict(who='matmul')], rounds, threads)}
         parts |= {f'growth_{name}': lambda s=s: [lone(name != 'memory', **x) for x in s] for name,s in GROWTH.items()}
     if unknown := set(args.only or ()) - parts.keys(): p.error(f'unknown part {min(unknown)}; known: {", ".join(parts)}')

@@ -144,9 +144,10 @@ def spread(self:Cache,
     index = (torch.arange(self.length, device=pad.device) - pad[:, None]).clamp(min=0)                  # (B, S)
     return self._each(lambda t: t[0].index_select(1, index.flatten()).unflatten(1, index.shape).transpose(0, 1))
 
-# %% ../../nbs/baselm/01_model.ipynb #5c4f5a01
+# %% ../../nbs/baselm/01_model.ipynb #8ad67ebd
 LARGE = 2**18   # numbers in a matrix; below, the call costs more than it saves
-_onednn = getattr(torch.ops.mkldnn, '_linear_pointwise', None) if torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available() else None
+_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+_onednn = getattr(torch.ops.mkldnn, '_linear_pointwise', None) if _both else None
 
 class _Frozen(torch.autograd.Function):
     "The product with a matrix that needs no gradient"
@@ -164,9 +165,9 @@ def product(
     weight:Tensor,  # (out, in)
 )->Tensor:          # (..., out)
     "What `F.linear` gives, from the faster library where there is a choice"
-    choice = (_onednn and weight.numel() >= LARGE and x.dtype == weight.dtype == torch.float32 and x.device.type == weight.device.type == 'cpu'
-              and not (weight.requires_grad and torch.is_grad_enabled()) and not torch.is_autocast_enabled('cpu'))
-    return _Frozen.apply(x, weight) if choice else F.linear(x, weight)
+    choice = _onednn and all(t.dtype == torch.float32 and t.device.type == 'cpu' for t in (x, weight)) and weight.numel() >= LARGE
+    frozen = not (weight.requires_grad and torch.is_grad_enabled() or torch.is_autocast_enabled('cpu'))
+    return _Frozen.apply(x, weight) if choice and frozen else F.linear(x, weight)
 
 class Linear(nn.Linear):
     "An `nn.Linear` that multiplies by `product`."
