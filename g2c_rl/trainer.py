@@ -87,17 +87,18 @@ def frozen(self:GRPOTrainer):
     with torch.no_grad(), eval_mode(policy), adapters_off(policy): yield policy
 
 # %% ../nbs/08_trainer.ipynb #aa43602e
-MOST = 1024   # completion tokens scored together
+MOST = 1280   # positions scored together: prompts and completions, padded to the longest of each
 
 def _micro_batches(groups, live):
-    "Lists of (group's number, rows, group of these rows): whole groups where they fit, else parts of one"
-    batch, room = [], MOST
-    for i,rows in live.items():
-        T = groups[i].mask.shape[1]
-        for part in rows.split(max(1, MOST // T)):
-            if batch and len(part)*T > room: yield batch; batch, room = [], MOST
+    """Lists of (group's number, rows, group of these rows): whole groups where they fit, else parts of one. A part reads the prompt again,
+    and so has about as many tokens in completions as the prompt has, or more"""
+    batch, n, P = [], 0, 0
+    for i in sorted(live, key=lambda i: groups[i].mask.shape[1]):             # groups of like lengths together
+        p, T = groups[i].prompt_len, groups[i].mask.shape[1]
+        for part in live[i].split(max(1, max(MOST - p, p) // T)):
+            if batch and (len(batch) + 1)*max(P, p) + (n + len(part))*T > MOST: yield batch; batch, n, P = [], 0, 0
             batch.append((i, part, groups[i].rows(part)))
-            room -= len(part)*T
+            n, P = n + len(part), max(P, p)
     if batch: yield batch
 
 @patch

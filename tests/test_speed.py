@@ -113,23 +113,44 @@ def parts_of(groups, live, most):
     finally: trainer.MOST = before
 
 
-def fake(rows, T):
-    return GroupSample(torch.zeros(rows, 3 + T, dtype=torch.long), 3, torch.full((rows,), T), torch.ones(rows, dtype=torch.bool),
+def fake(rows, T, P=3):
+    return GroupSample(torch.zeros(rows, P + T, dtype=torch.long), P, torch.full((rows,), T), torch.ones(rows, dtype=torch.bool),
                        torch.zeros(rows, T), [str(i) for i in range(rows)])
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=6), st.integers(1, 60), st.randoms())
-@settings(max_examples=80, deadline=None)
+def positions(batch):
+    "What passes the layers when these are scored together: prompts, and completions, each padded to the longest"
+    return len(batch) * max(g.prompt_len for *_,g in batch) + sum(len(rows) for _,rows,_ in batch) * max(g.mask.shape[1] for *_,g in batch)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12), st.integers(1, 40)), min_size=1, max_size=6), st.integers(1, 120), st.randoms())
+@settings(max_examples=200, deadline=None)
 def test_portions_hold_every_row_once_and_no_more_than_they_may(shapes, most, random):
     groups = [fake(*shape) for shape in shapes]
-    live = {i: torch.tensor(sorted(random.sample(range(n), random.randint(1, n)))) for i,(n,_) in enumerate(shapes)}
+    live = {i: torch.tensor(sorted(random.sample(range(n), random.randint(1, n)))) for i,(n,_,_) in enumerate(shapes)}
     batches = parts_of(groups, live, most)
     for batch in batches:
-        tokens = sum(len(rows) * groups[i].mask.shape[1] for i,rows,_ in batch)
-        assert tokens <= most or (len(batch) == 1 and len(batch[0][1]) == 1)                    # a single long completion can't be cut
+        (_, rows, group), P = batch[0], batch[0][2].prompt_len
+        alone = len(batch) == 1 and (len(rows) == 1 or len(rows)*group.mask.shape[1] <= P)      # the least that a part may be
+        assert positions(batch) <= most or alone
         for i,rows,group in batch: assert group.completions == [groups[i].completions[r] for r in rows.tolist()]
     seen = {i: [r for batch in batches for j,rows,_ in batch if j == i for r in rows.tolist()] for i in live}
     assert seen == {i: rows.tolist() for i,rows in live.items()}
+
+
+def all_parts(groups): return parts_of(groups, {i: torch.arange(len(g.ids)) for i,g in enumerate(groups)}, 1280)
+
+
+def test_one_long_answer_does_not_make_short_ones_long():
+    batches = all_parts([fake(8, 32)] + [fake(8, 3) for _ in range(31)])
+    assert sum(map(positions, batches)) == 32*3 + 31*8*3 + 8*32
+
+
+def test_a_cut_group_reads_its_prompt_few_times():
+    "Passes over a prompt of 1,000 tokens, with answers of which 280 tokens would fit beside it"
+    batches = all_parts([fake(16, 250, P=1000)])
+    assert [len(rows) for batch in batches for _,rows,_ in batch] == [4, 4, 4, 4]
+    assert [len(batch) for batch in all_parts([fake(8, 64, P=17)]*4)] == [2, 2]
 
 
 def step(most, groups=3, **kwargs):

@@ -17,7 +17,7 @@ from statistics import median
 
 OUT = Path('nbs/explanations/bench.json')
 DEFAULTS = dict(who='own', model='smollm2-135m', prompt=60, alike=False, new=8, k=8, groups=4, dtype='float32', one_library=False,
-                threads=1)
+                apart=False, threads=1)
 
 
 def prompt(rng, c):
@@ -64,12 +64,14 @@ class Side:
 def own(side, c):
     "This package"
     import torch
+    from g2c_rl import sampling as chapter_of_sampling
     from g2c_rl import trainer as chapter
     from g2c_rl.baselm import model as chapter_of_the_model
     from g2c_rl.lora import add_lora
     from g2c_rl.policies import load_policy
     from g2c_rl.tasks import Task
     if c.one_library: chapter_of_the_model.LARGE = float('inf')
+    if c.apart: chapter_of_sampling.SHARED = float('inf')
     model, tokenizer = load_policy(c.model, dtype=c.dtype)
     calls = iter(range(10**9))
     t = chapter.GRPOTrainer(add_lora(model), tokenizer, lambda rng: Task(prompt(rng, c), 0), lambda task, text: float(next(calls) % 2),
@@ -172,14 +174,32 @@ def trl(side, c):
 
 
 def matmul(side, c):
-    "The machine's rate: square matrices, 2 n^3 operations"
+    "The machine's rate: square matrices, 2 n^3 operations, from the library that the package takes or from the other"
     import torch
+    from g2c_rl.baselm.model import product
     a, n = torch.randn(2048, 2048, dtype=getattr(torch, c.dtype)), 8
     side.say()
     while True:
         side.wait()
-        for _ in range(n): a @ a
+        for _ in range(n): a @ a if c.one_library else product(a, a)
         side.done(n * 2 * 2048**3)
+
+
+def profile(side, c):
+    "What the sampler's time goes into, operator by operator"
+    import torch
+    from g2c_rl.lora import add_lora
+    from g2c_rl.policies import load_policy
+    from g2c_rl.sampling import sample_groups
+    model, tokenizer = load_policy(c.model, dtype=c.dtype)
+    model, rng, generator = add_lora(model), Random(0), torch.Generator().manual_seed(0)
+    side.say()
+    while True:
+        side.wait()
+        with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            groups = sample_groups(model, tokenizer, [prompt(rng, c) for _ in range(c.groups)], c.k, c.new, generator)
+        for e in seen.key_averages(): side.parts[e.key] = e.self_cpu_time_total / 1e6
+        side.done(sum(g.lengths.sum().item() for g in groups))
 
 
 def work(settings):
@@ -187,7 +207,7 @@ def work(settings):
     out, sys.stdout = sys.stdout, sys.stderr                    # whatever else is printed is not a report
     import torch
     torch.set_num_threads(c.threads)
-    dict(own=own, naive=naive, trl=trl, matmul=matmul)[c.who](Side(out), c)
+    dict(own=own, naive=naive, trl=trl, matmul=matmul, profile=profile)[c.who](Side(out), c)
 
 
 # ---------- the comparison
@@ -240,10 +260,10 @@ def compare(sides, rounds, threads):
 
 
 def lone(warm=True, **settings):
-    "One side by itself, on one thread"
+    "One side by itself, on one thread unless told"
     w = Worker(**settings)
     if warm: w.step(keep=False)
-    w.step()
+    for _ in range(2 if warm else 1): w.step()
     record = w.record()
     w.close()
     return record
@@ -297,8 +317,10 @@ def main():
     if not args.quick:
         parts |= {name: lambda s=s: compare([s | dict(who='own'), s | dict(who='trl')], rounds, threads) for name,s in VERSUS.items()}
         parts |= {'libraries': lambda: compare([dict(who='own'), dict(who='own', one_library=True)], rounds, threads)}
-        parts |= {'matmul': lambda: compare([dict(who='own'), dict(who='matmul')], rounds, threads)}
-        parts |= {f'growth_{name}': lambda s=s: [lone(name != 'memory', **x) for x in s] for name,s in GROWTH.items()}
+        parts |= {'beginning': lambda: compare([dict(who='own', alike=True), dict(who='own', alike=True, apart=True)], rounds, threads)}
+        parts |= {'matmul': lambda: compare([dict(who='own'), dict(who='matmul', one_library=True), dict(who='matmul')], rounds, threads)}
+        parts |= {'profile': lambda: [lone(who='profile', threads=max(threads))]}
+        parts |= {f'growth_{name}': lambda name=name, s=s: [lone(name != 'memory', **x) for x in s] for name,s in GROWTH.items()}
     if unknown := set(args.only or ()) - parts.keys(): p.error(f'unknown part {min(unknown)}; known: {", ".join(parts)}')
     for name,measure in parts.items():
         if args.only and name not in args.only: continue

@@ -145,7 +145,7 @@ def spread(self:Cache,
     return self._each(lambda t: t[0].index_select(1, index.flatten()).unflatten(1, index.shape).transpose(0, 1))
 
 # %% ../../nbs/baselm/01_model.ipynb #8ad67ebd
-LARGE = 2**18   # numbers in a matrix; below, the call costs more than it saves
+LARGE = 2**18   # numbers in a matrix; below, the two libraries are about even
 _both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
 _onednn = getattr(torch.ops.mkldnn, '_linear_pointwise', None) if _both else None
 
@@ -165,9 +165,11 @@ def product(
     weight:Tensor,  # (out, in)
 )->Tensor:          # (..., out)
     "What `F.linear` gives, from the faster library where there is a choice"
-    choice = _onednn and all(t.dtype == torch.float32 and t.device.type == 'cpu' for t in (x, weight)) and weight.numel() >= LARGE
-    frozen = not (weight.requires_grad and torch.is_grad_enabled() or torch.is_autocast_enabled('cpu'))
-    return _Frozen.apply(x, weight) if choice and frozen else F.linear(x, weight)
+    choice = _onednn and not torch.compiler.is_compiling() and torch.backends.mkldnn.enabled
+    large = weight.dim() == 2 and weight.numel() >= LARGE and x.dim() > 0 and x.shape[-1] == weight.shape[1]
+    plain = all(t.dtype == torch.float32 and t.device.type == 'cpu' for t in (x, weight)) and not torch.is_autocast_enabled('cpu')
+    frozen = not (weight.requires_grad and torch.is_grad_enabled())
+    return _Frozen.apply(x, weight) if choice and large and plain and frozen else F.linear(x, weight)
 
 class Linear(nn.Linear):
     "An `nn.Linear` that multiplies by `product`."
